@@ -26,7 +26,8 @@ def test_waiting_prints_a_line_in_a_log_file(progress: Progress, fake_trial: Any
     progress.tick("load", 0.1)
     progress.show_waiting("7")
     said = "net fake@latency_ms=0.1 fp32 b2 4  round 1 of 1: waiting for process 7, another dyno on this device"
-    assert told(progress) == [said]
+    progress.relay("host2", "net fp16")
+    assert told(progress) == [said, "host2 net fp16"]
 
 
 def test_sharing_the_processors_is_said_once(progress: Progress) -> None:

@@ -170,9 +170,13 @@ def test_an_answer_precedes_each_delay(study: Any, tmp_path: Path, monkeypatch: 
     pairs = ((1, 2), (1, 4), (2, 4))
     assert [len(log_ratios(result[a], result[b], "model", keep_disturbed=True)) for a, b in pairs] == [1, 1, 1]
     events.clear()
+    compilers = [trial.rounds[0].folder.parent / "compiler" for trial in load_run(tmp_path / "run")]
+    for folder in compilers:
+        folder.mkdir()
     more = study(*backends, "fake@latency_ms=3", rounds=1, reference=SLOW)
     execute(more, tmp_path / "run", Progress(console=Console(file=StringIO())))
     assert {*events} <= {1, 2, 3, 4} and events[-1] == 3, "what was measured is not measured again"
+    assert len(compilers) == 3 and not any(folder.exists() for folder in compilers)
 
 
 def test_a_lone_trial_answers_before_a_slow_build(dyno: Any, tmp_path: Path) -> None:
@@ -585,6 +589,7 @@ def test_all_trials_repeat_disturbed_blocks(
     plan = Plan(("model",), seconds=0.15, blocks=3, block_s=0.05)
     job = SimpleNamespace(plan=plan, trial=SimpleNamespace(plan=plan, label=""))
     members: Any = [turns.InterleavedJob(job, Path(), 0, last_message="ready model") for _ in range(2)]  # type: ignore[arg-type]
+    members[1].delays.append(0.5)  # of the boundary before
     group = turns.InterleavedGroup(members, "seed", Progress(quiet=True), lambda member: None, alive=members)
     measured: list[int] = []
 
