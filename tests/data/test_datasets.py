@@ -147,7 +147,7 @@ def test_pixels_match_torchvision(tmp_path: Path, width: int, height: int, crop:
     assert np.array_equal(Transform((crop, crop), Preprocess(resize=resize), 3).read(path), wanted)
 
 
-@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "resnet50", "inception_v3"])
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "resnet50", "inception_v3", "dm_nfnet_f0"])
 def test_pixels_match_timm(name: str) -> None:
     data = pytest.importorskip("timm.data")
     source = ModelSpec(name=name, source=f"timm:{name}")

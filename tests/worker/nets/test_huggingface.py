@@ -332,6 +332,22 @@ def test_the_configuration_stored_with_timm_weights_is_used(refused: Any, call: 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("trained", [{"crop_mode": "border"}, {"crop_pct": 1.15}])
+def test_images_that_timm_puts_a_border_around_are_refused(trained: Any, call: Any, tmp_path: Path) -> None:
+    timm = pytest.importorskip("timm")
+    from timm.models._hub import save_for_hf
+
+    net = timm.create_model("test_vit", num_classes=5)
+    net.pretrained_cfg |= trained
+    save_for_hf(net, tmp_path / "mine", model_config={"pretrained_cfg": trained}, safe_serialization=True)
+    photographs(tmp_path / "pets", *"abcde")
+    words = ("run", f"timm:local-dir:{tmp_path / 'mine'}", "--backend", "pytorch", "--dry-run")
+    code, _, error = call(*words, "--data", "pets")
+    assert code == 2 and "mine takes images with a border around them" in error
+    assert call(*words)[0] == 0, "speed needs no images"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("prefix", ["hf-hub", "hf_hub"])
 def test_timm_folders_are_read_from_the_hub_cache(
     prefix: str, call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -95,14 +95,19 @@ class Timm(ModelSource):
             raise UserError(f"{model.source} can't be built with {options}: {e}") from e
 
     def read_image_config(self, model: ModelSpec, rest: str) -> ImageConfig:
-        config = _read_timm_config(model, rest)[1]
-        if not config:
+        settings = _read_timm_settings(model, rest)
+        if not settings:
             return None, None
-        settings = load_library("timm.data").resolve_data_config(pretrained_cfg=config)
-        resize = 0.0 if settings["crop_mode"] == "squash" else 1 / settings["crop_pct"]
+        squash = settings["crop_mode"] == "squash"
+        resize = max(1.0, 1 / settings["crop_pct"])
         height, width = settings["input_size"][1:]
         mean, std = tuple(settings["mean"]), tuple(settings["std"])
-        return Preprocess(mean, std, resize, settings["interpolation"]), (height, width)
+        return Preprocess(mean, std, resize, settings["interpolation"], squash=squash), (height, width)
+
+    def check_images(self, model: ModelSpec, rest: str, letterboxed: bool) -> tuple[str, str]:
+        settings = _read_timm_settings(model, rest)
+        bordered = bool(settings) and (settings["crop_mode"] == "border" or settings["crop_pct"] > 1)
+        return "with a border around them" if bordered else "", ""
 
     def read_purpose(self, model: ModelSpec, rest: str, module: Any) -> Purpose:
         names = _read_timm_config(model, rest)[1].get("label_names") or ()
@@ -135,6 +140,12 @@ def _read_timm_config(model: ModelSpec, name: str) -> tuple[str, dict[str, Any],
             return architecture, config | {key: settings[key] for key in OUTER_KEYS if settings.get(key)}, arguments
     library_config = _find_library("timm", name).get_pretrained_cfg(name)
     return name, dataclasses.asdict(library_config) if library_config else {}, {}
+
+
+def _read_timm_settings(model: ModelSpec, name: str) -> dict[str, Any]:
+    """Return timm's complete settings of image preprocessing; {} if the network has none."""
+    config = _read_timm_config(model, name)[1]
+    return dict(load_library("timm.data").resolve_data_config(pretrained_cfg=config)) if config else {}
 
 
 def _choose_torchvision_options(name: str, dims: Dims | None) -> dict[str, Any]:
