@@ -121,6 +121,15 @@ def test_numeric_labels_are_network_classes(folder: Path) -> None:
     refuses("has class 3, but the network has 3 classes, 0 to 2; the table counts from 1", load, folder, outputs=3)
 
 
+def test_numbers_that_may_count_from_one_have_a_warning(folder: Path) -> None:
+    """Where the last class has no image, the number of classes doesn't tell."""
+    file = folder / "labels.csv"
+    for first, warned in ((1, True), (0, False), (2, False)):
+        file.write_text("path,label\n" + "".join(f"{name}.jpg,{k % 3 + first}\n" for k, name in enumerate(NAMES)))
+        warnings = " ".join(dyno_data.read_meta(load(folder, outputs=5)).get("warnings", []))
+        assert ("labels.csv has class 1 but not class 0" in warnings) == warned
+
+
 def test_splits_select_test_and_calibration_images(folder: Path) -> None:
     """Images missing from the table are left out with a warning."""
     splits = ("train", "val", "train", "val", "train")
@@ -149,6 +158,7 @@ def test_splits_select_test_and_calibration_images(folder: Path) -> None:
         ("", "is not a table of labels"),
         ("path,label\nimg_000.jpg,-1\nimg_001.jpg,0\n", "has class -1; classes are numbered from 0"),
         ("path,label\nimg_000.jpg,9999999999\n", "has class 9999999999, but no class is so"),
+        ("path,age\nimg_000.jpg,3.5\nimg_001.jpg,4\n", "has the label 3.5, which is not a class; labels are names or whole"),
     ],
 )
 def test_invalid_tables_are_refused_in_one_line(folder: Path, text: str, wrong: str) -> None:

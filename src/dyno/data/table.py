@@ -8,6 +8,7 @@ from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -42,6 +43,7 @@ TEST_SPLITS, TRAINING_SPLITS = ("test", "val", "valid", "validation"), ("train",
 MAX_CLASSES = 100_000  # a larger number is an identity, not a class
 SAMPLED_ROWS = 20  # rows sampled to classify a column
 CLASS_NUMBER = re.compile(r"\d+(\.0+)?")
+DECIMAL_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)  # also of a regression's target
 
 
 class LabelTable(DataFormat):
@@ -83,11 +85,10 @@ class LabelTable(DataFormat):
         if repeat := next((photo.name for photo in reversed(photos) if paths[photo.path] > 1), ""):
             raise UserError(f"{file} lists {repeat} twice; each image needs one row with one class")
         photos, missing_warning = without_missing(photos, folder, file, request.skip_missing)
-        warnings = [line for line in (missing_warning, _warn_unlisted(photos, folder, file)) if line]
-        meta = {
-            "label_source": "imagenet1k" if is_imagenet else "table",
-            **({"warnings": warnings} if warnings else {}),
-        }
+        warnings = [missing_warning, _warn_unlisted(photos, folder, file), _warn_count_from_one(file, table)]
+        meta: dict[str, Any] = {"label_source": "imagenet1k" if is_imagenet else "table"}
+        if any(warnings):
+            meta["warnings"] = [*filter(None, warnings)]
         return Listing(clean_name(file.stem), classes, _split_photos(photos, request), metadata=meta)
 
 
@@ -124,6 +125,14 @@ def _warn_unlisted(photos: list[Photo], folder: Path, file: Path) -> str:
     paths = [path for path in folder.iterdir() if is_image(path.name) and path not in known_paths]
     clause = "1 image is" if len(paths) == 1 else f"{len(paths):,} images are"
     return f"{clause} not in {file.name} and left out, e.g. {clean_name(min(paths).name)}" if paths else ""
+
+
+def _warn_count_from_one(file: Path, table: _LabelRows) -> str:
+    """Return a warning on numbers that begin with 1: the network's classes begin with 0."""
+    is_numbered = not table.classes and all(map(CLASS_NUMBER.fullmatch, table.labels))
+    if not is_numbered or min(map(float, table.labels)) != 1:
+        return ""
+    return f"{file.name} has class 1 but not class 0: if it counts from 1, its accuracy is wrong: subtract 1"
 
 
 def _find_tables(folder: Path) -> list[Path]:
@@ -228,6 +237,10 @@ def _number_labels(file: Path, table: _LabelRows, outputs: int) -> tuple[list[in
     if all(re.fullmatch(r"-?\d+(\.0+)?", label) for label in labels) and (negative := min(labels, key=float))[0] == "-":
         raise UserError(f"{file} has class {negative}; classes are numbered from 0: leave out rows without a class")
     if not all(map(CLASS_NUMBER.fullmatch, labels)):
+        if all(map(DECIMAL_NUMBER.fullmatch, labels)):
+            label = next(label for label in labels if not CLASS_NUMBER.fullmatch(label))
+            advice = "labels are names or whole numbers; to measure no accuracy, give a folder of the images alone"
+            raise UserError(f"{file} has the label {label}, which is not a class; {advice}")
         order = sorted(set(labels))
         if outputs == DEFAULT_COUNT and are_known_synsets(order):
             synsets = list(list_synsets())
