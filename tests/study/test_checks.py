@@ -119,6 +119,8 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (["run", "a.toml", "b.toml"], "give either one study file or models, not a.toml and 1 more"),
         (["run", "fake:n", "--weights", ""], "--weights is empty, perhaps for a variable that is not set"),
         (["run", "fake:n", "--data="], "--data is empty, "),
+        (["run", "fake:n", "--backend", "fake", "--limit", ","], "--limit is empty, "),
+        (["run", "fake:n", "--backend", "fake", "--budget= , "], "--budget is empty, "),
         (["show", ""], "an argument is empty, "),
         (["show", "nowhere"], ""),
         (["report", "nowhere"], ""),

@@ -260,16 +260,21 @@ def _check_folder() -> None:
         raise UserError("the current folder no longer exists; change to another one (cd)") from e
 
 
-def _check_words(words: Sequence[str]) -> None:
-    """Refuse names with undecodable bytes, and empty words.
+BLANKS = " \t\n,"  # may stand between the values of a list
 
-    An empty option would silently keep its default: `--weights "$UNSET"` would measure random weights.
+
+def _check_words(words: Sequence[str]) -> None:
+    """Refuse names with undecodable bytes, and words of nothing but blanks and commas.
+
+    An empty option would silently keep its default: `--weights "$UNSET"` would measure random weights, and
+    `--limit "$UNSET,$UNSET"` would limit nothing.
     """
     for before, word in zip(("", *words), words, strict=False):
         check_utf8(word)
         name, equals, value = word.partition("=")
-        if not word or (word.startswith("--") and equals and not value):
-            subject = before if not word and before.startswith("-") else name or "an argument"
+        is_empty = not word.strip(BLANKS)
+        if is_empty or (word.startswith("--") and equals and not value.strip(BLANKS)):
+            subject = name if not is_empty else before if before.startswith("-") else "an argument"
             raise UserError(f"{subject} is empty, perhaps for a variable that is not set; give a value, or omit it")
 
 
