@@ -272,8 +272,21 @@ def test_missing_class_scores_are_reported(
     assert (f"{missing}; the budget was not checked." in " ".join(done.stdout.split())) != scored
 
 
-def test_images_of_the_network_size_are_not_cropped(call: Any, tmp_path: Path) -> None:
-    """The corner pixel decides; resizing and cropping would mix it with its neighbours."""
+CORNER = """
+import torch
+
+class Corner(torch.nn.Module):
+    def forward(self, x):
+        return x[:, ::2, 0, 0]
+"""
+
+
+@pytest.mark.parametrize("source", ["net.onnx", "net.py:Corner"])
+def test_images_of_the_network_size_are_not_cropped(call: Any, tmp_path: Path, source: str) -> None:
+    """The corner pixel decides; resizing and cropping would mix it with its neighbours.
+
+    Neither a file nor a function says how images were normalised.
+    """
     from PIL import Image
 
     for name, corner, rest in (("a", "red", "blue"), ("b", "blue", "red")):
@@ -286,8 +299,13 @@ def test_images_of_the_network_size_are_not_cropped(call: Any, tmp_path: Path) -
         row = Gather<axis = 2>(x, first) corner = Gather<axis = 2>(row, first) y = Gather<axis = 1>(corner, ends)
     }"""
     onnx_text.write(tmp_path / "net.onnx", text, first=np.int64(0), ends=np.array([0, 2]))
-    words = ("--data", "photos", "--mean", "0,0,0", "--std", "1,1,1", "--seconds", "0.02", "--threads", "1")
-    assert "top-1 100.00 %" in call("eval", "net.onnx", *words, "--out", "eval", code=0)[1]
+    (tmp_path / "net.py").write_text(CORNER)
+    words = ("--data", "photos", "--size", "16", "--backend", "onnxruntime" if source == "net.onnx" else "pytorch")
+    words += ("--seconds", "0.02", "--threads", "1")
+    warned = "images were normalised by mean 0.485,0.456,0.406"
+    for given in ((), ("--mean", "0,0,0", "--std", "1,1,1")):
+        out = call("eval", source, *words, *given, "--out", f"eval{len(given)}", code=0)[1]
+        assert "top-1 100.00 %" in out and (warned in out) == (not given)
 
 
 @pytest.mark.parametrize(

@@ -389,12 +389,14 @@ def _check_budget(study: Study, model: ModelSpec, data: DataSpec, outputs: int) 
 
 def _model_facts(study: Study, inspection: Inspection, dims: Dims, model: ModelSpec) -> ModelFacts:
     has_images = bool(study.data or study.calibration)
+    # Functions' networks learn digits by `dyno demo` and `dyno data train`, from pixels prepared like these.
+    by_training = study.data == "digits" and not model.file and not model.source.startswith("saved:")
     return ModelFacts(
         flops=int(inspection.flops.get(dims.size, 0)),
         parameters=int(inspection.parameters or 0),
         file=Path(model.file).name if inspection.signature else "",
         signature=inspection.signature,
-        preprocess_guessed=has_images and not study.mean and inspection.preprocess_guessed,
+        preprocess_guessed=has_images and not study.mean and inspection.preprocess_guessed and not by_training,
         size_guessed=not study.sizes and inspection.size_guessed,
         images_unchecked=inspection.unchecked_images if has_images else "",
     )

@@ -37,7 +37,7 @@ class ModelSource(ABC):
 
     `form` is the user's notation, and `library` the distribution with such networks by name. With `takes_image`,
     networks take one image and nothing else, unless the user describes other inputs. With `says_purpose` the network
-    knows its task; with `stores_preprocess` the stored files may have the normalisation of images.
+    knows its task. With `stores_preprocess` no library knows the normalisation of images: stored files may have it.
     """
 
     name: str = ""

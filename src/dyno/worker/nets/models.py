@@ -214,6 +214,8 @@ def read_purpose(model: ModelSpec, module: Any) -> Purpose:
 class UserFunction(ModelSource):
     """FILE.py:FUNCTION or MODULE:FUNCTION, which returns a module, an application around one, or a program."""
 
+    stores_preprocess = True
+
     def __init__(self, name: str, form: str) -> None:
         self.name, self.form = name, form
 
