@@ -120,7 +120,8 @@ def _of_folder(prefix: str, name: str, fields: dict[str, Any]) -> ModelSpec:
 def apply_normalisation(preprocess: Preprocess, study: Study, channels: int) -> Preprocess:
     """Return the preprocessing with the study's own mean and std, if given.
 
-    Raises `UserError` if they don't fit the channels. Defaults that don't fit become 0.5, so that pixels are in -1..1.
+    Raises `UserError` if they don't fit the channels. Without a value for every channel, one that all share counts,
+    else 0.5, so that pixels are in -1..1.
     """
     if study.mean and len(study.mean) != channels:
         raise UserError(
@@ -131,7 +132,13 @@ def apply_normalisation(preprocess: Preprocess, study: Study, channels: int) -> 
         return replace(preprocess, mean=study.mean, std=study.std)
     if len(preprocess.mean) == channels:
         return preprocess
-    return replace(preprocess, mean=(0.5,) * channels, std=(0.5,) * channels)
+    mean, std = (0.5, 0.5) if differs_by_channel(preprocess) else (preprocess.mean[0], preprocess.std[0])
+    return replace(preprocess, mean=(mean,) * channels, std=(std,) * channels)
+
+
+def differs_by_channel(preprocess: Preprocess) -> bool:
+    """Return whether the channels have different means or standard deviations."""
+    return len({*preprocess.mean}) > 1 or len({*preprocess.std}) > 1
 
 
 def _make_absolute(source: str) -> str:

@@ -16,6 +16,7 @@ from dyno.study.interpreters import explain_missing, list_installed, place_recip
 from dyno.study.model_info import (
     InspectedModel,
     InspectionFailed,
+    differs_by_channel,
     inspect_models,
     list_batches,
     list_sizes,
@@ -391,12 +392,16 @@ def _model_facts(study: Study, inspection: Inspection, dims: Dims, model: ModelS
     has_images = bool(study.data or study.calibration)
     # Functions' networks learn digits by `dyno demo` and `dyno data train`, from pixels prepared like these.
     by_training = study.data == "digits" and not model.file and not model.source.startswith("saved:")
+    own = inspection.preprocess
+    is_guess = inspection.preprocess_guessed
+    if own and not model.file and len(own.mean) != model.channels:  # a library's normalisation of colours, for grey
+        is_guess = is_guess or differs_by_channel(own)
     return ModelFacts(
         flops=int(inspection.flops.get(dims.size, 0)),
         parameters=int(inspection.parameters or 0),
         file=Path(model.file).name if inspection.signature else "",
         signature=inspection.signature,
-        preprocess_guessed=has_images and not study.mean and inspection.preprocess_guessed and not by_training,
+        preprocess_guessed=has_images and not study.mean and is_guess and not by_training,
         size_guessed=not study.sizes and inspection.size_guessed,
         images_unchecked=inspection.unchecked_images if has_images else "",
     )

@@ -19,6 +19,7 @@ from dyno import Study
 from dyno.data.decode import Transform
 from dyno.results.trial_result import load_run
 from dyno.study.model_info import inspect_model, model_spec
+from dyno.study.plan import expand
 from dyno.worker.nets import models
 from dyno.worker.spec import Dims, ModelSpec
 from refusals import refuses
@@ -228,6 +229,20 @@ def test_the_pixel_scale_of_the_processor_is_applied(
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(own))
     found = models.preprocess(ModelSpec("m", f"hf:{tmp_path}"))
     assert (255 / 255 - found.mean[0]) / found.std[0] == pytest.approx(pixel)
+
+
+@pytest.mark.slow
+def test_one_value_for_all_colours_is_that_of_grey_and_several_are_a_guess(folders: Path, tmp_path: Path) -> None:
+    config = json.loads((folders / "vit/config.json").read_text()) | {"num_channels": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"size": 32, "do_normalize": False}))
+    grey = inspect(tmp_path, channels=1)[0]
+    assert (grey.preprocess.mean, grey.preprocess.std) == ((0.0,), (1.0,))
+    photographs(tmp_path / "pets/all", "a")
+    for channels, guessed in ((1, True), (3, False)):
+        model = {"models": ("timm:mobilenetv3_small_050",), "backends": ("pytorch",), "classes": 1}
+        (trial,) = expand(Study(**model, channels=channels, sizes=("32",), data=str(tmp_path / "pets/all")))
+        assert trial.model_facts.preprocess_guessed == guessed
 
 
 def test_processors_that_swap_colour_channels_are_refused(vit: Any, call: Any) -> None:
