@@ -392,10 +392,9 @@ def _model_facts(study: Study, inspection: Inspection, dims: Dims, model: ModelS
     has_images = bool(study.data or study.calibration)
     # Functions' networks learn digits by `dyno demo` and `dyno data train`, from pixels prepared like these.
     by_training = study.data == "digits" and not model.file and not model.source.startswith("saved:")
-    own = inspection.preprocess
-    is_guess = inspection.preprocess_guessed
-    if own and not model.file and len(own.mean) != model.channels:  # a library's normalisation of colours, for grey
-        is_guess = is_guess or differs_by_channel(own)
+    preprocess, is_guess = inspection.preprocess, inspection.preprocess_guessed
+    if preprocess and not model.file and len(preprocess.mean) != model.channels:  # a library's, of colours, for grey
+        is_guess = is_guess or differs_by_channel(preprocess)
     return ModelFacts(
         flops=int(inspection.flops.get(dims.size, 0)),
         parameters=int(inspection.parameters or 0),

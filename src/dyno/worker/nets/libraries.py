@@ -106,8 +106,8 @@ class Timm(ModelSource):
 
     def check_images(self, model: ModelSpec, rest: str, letterboxed: bool) -> tuple[str, str]:
         settings = _read_timm_settings(model, rest)
-        bordered = bool(settings) and (settings["crop_mode"] == "border" or settings["crop_pct"] > 1)
-        return "with a border around them" if bordered else "", ""
+        has_border = bool(settings) and (settings["crop_mode"] == "border" or settings["crop_pct"] > 1)
+        return "with a border around them" if has_border else "", ""
 
     def read_purpose(self, model: ModelSpec, rest: str, module: Any) -> Purpose:
         names = _read_timm_config(model, rest)[1].get("label_names") or ()
