@@ -32,7 +32,7 @@ from dyno.formatting import format_number, markdown_table
 ROOT = Path(__file__).resolve().parents[1]
 Row = dict[str, str]
 MATRIX = "matrix-cpu"
-MAX_WORDS = 1200  # characters of a page's own text
+MAX_WORDS = 1200  # words of a page beside tables and code
 BLOCK = re.compile(r"(<!-- (table [^>]*|runs) -->\n).*?(<!-- end -->)", re.S)
 NUMBER = re.compile(r"(\*\*)?[-+]?[\d,.]+(e-?\d+)?( ?(x|s|ms|%))?\*{0,2}")
 

@@ -23,8 +23,11 @@ VERSION = re.compile(r" \d+(\.\d+)+\S*")
 
 @dataclass(frozen=True)
 class Reason:
-    """A sentence and what it says: the key of its cause, or one of the words above, the parts of the model that it is
-    about, and the seconds of the difference with their interval, None where it is about none."""
+    """A sentence of an explanation.
+
+    `key` is its cause's key, or one of GAP, ALONE and the like; `names` are parts of the model; `seconds` is the
+    difference that it explains, with its interval `low` to `high` (None: no difference).
+    """
 
     key: str
     text: str
