@@ -363,7 +363,7 @@ TESTS = Path(__file__).parent
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
 def test_planted_wrong_graphs_come_first_and_are_never_ranked(dyno: Any, tmp_path: Path, precision: str) -> None:
     (tmp_path / "net.py").write_text(planted_backends.NET)
-    photos = drawn.photographs(tmp_path / "photos", count=40, height=32, width=32, block=8)
+    photos = drawn.photographs(tmp_path / "photos", count=80, height=32, width=32, block=16)
     planted = [
         f"planted_backends:{name}@precision={'fp32' if name == 'OtherBranch' else precision}" for name in PLANTED
     ]

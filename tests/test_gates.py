@@ -142,6 +142,7 @@ CHECKS: dict[str, dict[str, Callable[[str, Path], Iterable[str]]]] = {
     "src/dyno": {
         "direction": lambda text, path: against_direction(text, module_name(path), package_of(path)),
         "imported": lambda text, path: (name for _, name in imports(ast.walk(parse(text)), package_of(path))),
+        "vague": lambda text, path: vague_variables(text, str(path.relative_to(ROOT))),
     },
     ".": {
         "long": lambda text, path: too_long(text, str(path.relative_to(ROOT))),
@@ -299,6 +300,25 @@ def unusual_limits(text: str, path: str) -> list[str]:
 def test_limits_are_called_min_and_max(found: dict[str, list[str]]) -> None:
     assert not found["limits"]
     assert unusual_limits("MOST_ROWS = 8\nMAX_ROWS = 8", "a.py") == ["a.py: MOST_ROWS"]
+
+
+# Words that describe a variable instead of naming it; DESIGN asks for nouns of the field.
+VAGUE = frozenset(
+    "about again aside asked at besides both chosen drawn every found heard held how inside listed looked made moved "
+    "named none of once ran said seen since such there told usual what whatever whole whose why".split()
+)
+
+
+def vague_variables(text: str, path: str) -> list[str]:
+    """List functions' variables that are named by such a word."""
+    functions = (node for node in ast.walk(parse(text)) if isinstance(node, ast.FunctionDef))
+    names = (node for function in functions for node in ast.walk(function) if isinstance(node, ast.Name))
+    return [f"{path}:{n.lineno}: {n.id}" for n in names if isinstance(n.ctx, ast.Store) and n.id in VAGUE]
+
+
+def test_variables_are_named_by_nouns(found: dict[str, list[str]]) -> None:
+    assert not found["vague"]
+    assert vague_variables("def f():\n    if x:\n        found = 1\n        matches = 2\n", "a.py") == ["a.py:3: found"]
 
 
 def test_help_imports_no_heavy_library() -> None:

@@ -155,8 +155,10 @@ def check_own(folder: Path) -> None:
         return
     if names <= UNFINISHED_FILES and LOCK_FILE in names and _is_lock(folder / LOCK_FILE):
         return
-    shown = ", ".join(sorted(names)[:3]) + (", …" if len(names) > 3 else "")
-    raise UserError(f"{folder} holds files that Dyno did not write ({shown}); give a new or an empty folder with --out")
+    name_list = ", ".join(sorted(names)[:3]) + (", …" if len(names) > 3 else "")
+    raise UserError(
+        f"{folder} holds files that Dyno did not write ({name_list}); give a new or an empty folder with --out"
+    )
 
 
 def _is_training(folder: Path) -> bool:

@@ -178,7 +178,7 @@ def test_stress_uses_default_batches_unless_the_file_fixes_its_batch(dyno: Any, 
     ("words", "line"),
     [
         (("--phases", "some"), "--phases takes min, opt, max, random and numbers of at least 1, not some"),
-        (("--phases", ","), "not nothing"),
+        (("--phases", ","), "--phases is empty"),
         (("--rounds", "4"), "no such option: --rounds"),
         (("--phases", "2", "--iterations", "0"), "--iterations is 0; it must be at least 1"),
     ],

@@ -96,9 +96,9 @@ def _write_section(heading: str, lines: Any) -> str:
     return "\n".join([f"{heading}:", *(f"  {line}" for line in lines)])
 
 
-def _read_docstring(at: str) -> str:
+def _read_docstring(location: str) -> str:
     """Return the first line of a function's docstring, from the source of its module."""
-    module, _, function = at.partition(":")
+    module, _, function = location.partition(":")
     path = Path(__file__).parents[1].joinpath(*module.split(".")[1:]).with_suffix(".py")
     match = re.search(
         rf'^def {function}\(.*?"""(.*?)(?:"""|\n)', path.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE

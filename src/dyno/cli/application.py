@@ -165,7 +165,9 @@ def doctor(overrides: options.Overrides, format: options.Format = "text") -> Non
     raise typer.Exit(module.doctor(overrides.get("runtime", {}), format))
 
 
-def make_app(listed: Mapping[str, Functions], about: Mapping[str, str], write_help: Callable[[], str]) -> typer.Typer:
+def make_app(
+    groups: Mapping[str, Functions], descriptions: Mapping[str, str], write_help: Callable[[], str]
+) -> typer.Typer:
     """Build the application from functions by heading, with the help of each group and of the whole."""
     group_class = type("Application", (Commands,), {"write_help": staticmethod(write_help)})
     app = typer.Typer(
@@ -177,12 +179,12 @@ def make_app(listed: Mapping[str, Functions], about: Mapping[str, str], write_he
         context_settings={"help_option_names": ["-h", "--help", HELP_ALL]},
     )
     app.callback()(take_version)
-    for functions in listed.values():
+    for functions in groups.values():
         for name, target in functions.items():
             if isinstance(target, str):
                 _add_command(app, name, target)
                 continue
-            group = typer.Typer(cls=Commands, no_args_is_help=True, help=about[name])
+            group = typer.Typer(cls=Commands, no_args_is_help=True, help=descriptions[name])
             app.add_typer(group, name=name)
             for command_name, location in target.items():
                 _add_command(group, command_name, location)
@@ -212,8 +214,8 @@ def _print_schema(ctx: typer.Context, show: bool) -> None:
         raise typer.Exit
 
 
-def _add_command(group: typer.Typer, name: str, at: str) -> None:
-    module, _, function = at.partition(":")
+def _add_command(group: typer.Typer, name: str, location: str) -> None:
+    module, _, function = location.partition(":")
     command = getattr(importlib.import_module(module), function)
     command = options.takes_verbose(command) if name in MEASURING_COMMANDS else command
     group.command(name, cls=Command)(_take_schema(command))

@@ -69,7 +69,7 @@ COLUMNS = tuple(
 )  # fmt: skip
 
 
-def examine(others: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+def examine(runtimes: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """Probe every backend in every interpreter and return a row for each.
 
     A row has backend, python, status, version, devices and detail. An unusable plug-in has a row with the status
@@ -77,7 +77,7 @@ def examine(others: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """
     threads = system.physical_cores()
     targets = [(name, Runtime(threads=threads)) for name in registry.list_backends()]
-    for name, table in others.items():
+    for name, table in runtimes.items():
         runtime = Runtime(name=name, python=table["python"], threads=threads)
         targets += [
             (backend, runtime) for backend in ([name] if name in registry.list_backends() else registry.list_backends())
@@ -142,20 +142,23 @@ def _iter_broken() -> Iterator[dict[str, Any]]:
 
 def _describe_libraries() -> Iterator[str]:
     """Yield a sentence on the installed libraries, and one on missing ones with a command to install them."""
-    wanted = {name: extra for name, extra in extras.EXTRAS.items() if extra in ALL_EXTRAS}
+    extras_by_name = {name: extra for name, extra in extras.EXTRAS.items() if extra in ALL_EXTRAS}
     groups = {"onnxruntime": extras.ONNX_RUNTIME_BUILDS, "opencv-python": "opencv-python|opencv-python-headless"}
-    found = {name: system.find_versions((groups.get(name, name),)) for name in wanted}
+    versions = {name: system.find_versions((groups.get(name, name),)) for name in extras_by_name}
     texts = (
-        f"{each} {version}" for name in wanted if wanted[name] in ENGINE_EXTRAS for each, version in found[name].items()
+        f"{each} {version}"
+        for name in extras_by_name
+        if extras_by_name[name] in ENGINE_EXTRAS
+        for each, version in versions[name].items()
     )
     yield f"libraries here: {', '.join(texts) or 'none'}"
-    if missing_names := [name for name in wanted if not found[name]]:
+    if missing_names := [name for name in extras_by_name if not versions[name]]:
         yield f"not installed: {', '.join(missing_names)}; {extras.install(*missing_names)}"
 
 
-def doctor(others: dict[str, dict[str, Any]], format: str) -> int:
+def doctor(runtimes: dict[str, dict[str, Any]], format: str) -> int:
     """Print the rows; return 0 if at least one backend works, else 3."""
-    rows = examine(others)
+    rows = examine(runtimes)
     tests = self_test.list_states()
     head = {"self_tests": tests}
     print(export([Table("doctor", "Backends", "What works here, and why not.", COLUMNS, rows)], format, head=head),

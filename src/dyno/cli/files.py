@@ -174,14 +174,14 @@ def _print_export(written: ExportedFile, builds: Table | None, format: str) -> N
         print(f"run it: python {shlex.quote(written.script)}")
 
 
-def _export_winner(run: Path, trial: str, out: Path | None, given: Mapping[str, object]) -> ExportedFile:
+def _export_winner(run: Path, trial: str, out: Path | None, flags: Mapping[str, object]) -> ExportedFile:
     """Write the file of a run's trial (its winner), and a script next to it that runs it as measured."""
     from dyno import winner
     from dyno.report.tables import trial_table
 
     if reason := run_folders.why_no_run(Path(os.path.realpath(run))):
         raise UserError(f"{run} {reason}" + ("" if run.exists() else "; give a model or a run folder"))
-    if given:
+    if flags:
         raise UserError("a run's trial is exported as it was measured; omit every option but -o")
     result = winner.export_winner(trial_table.read_trials(run), trial, out)
     text = f"{result.label}: {result.file} ({show(result.bytes, 'bytes')})"
@@ -193,22 +193,22 @@ Exported = tuple[ExportedFile, Table | None]  # a table of builds if there are s
 
 
 def _export_onnx(
-    model: str, out: Path, file_format: FileFormat, asked: ExportOptions, overrides: Overrides
+    model: str, out: Path, file_format: FileFormat, options: ExportOptions, overrides: Overrides
 ) -> Exported:
-    check_known("target", asked.target, LAYER_TARGETS)
-    if asked.opset and (allowed := find("onnxruntime").values["opset"](asked.opset)):
-        raise UserError(f"--opset {asked.opset} can't be written; an export's opset must be {allowed}")
-    batch, full_shapes = asked.batch or "dynamic", [text for text in asked.shapes if ":" not in text]
+    check_known("target", options.target, LAYER_TARGETS)
+    if options.opset and (allowed := find("onnxruntime").values["opset"](options.opset)):
+        raise UserError(f"--opset {options.opset} can't be written; an export's opset must be {allowed}")
+    batch, full_shapes = options.batch or "dynamic", [text for text in options.shapes if ":" not in text]
     if full_shapes and "sizes" in overrides:
         raise UserError("--shapes N,C,H,W and --size both set the image size; give one of them")
     if full_shapes:
         batch, overrides["channels"], overrides["sizes"] = _parse_shape(full_shapes[-1])
-    input_shapes = tuple(text for text in asked.shapes if ":" in text)
-    study = one_model(model, {**overrides, "precisions": (asked.precision,), "shapes": input_shapes})
-    trial = _build_trial(study, asked.precision, _parse_batch(batch))
+    input_shapes = tuple(text for text in options.shapes if ":" in text)
+    study = one_model(model, {**overrides, "precisions": (options.precision,), "shapes": input_shapes})
+    trial = _build_trial(study, options.precision, _parse_batch(batch))
     if trial.model.file and registry.format_of(trial.model.file) is not file_format:
         raise UserError(f"{Path(model).name} can't be made an ONNX file; give the model that it was made from")
-    settings: dict[str, Option] = {"target": asked.target, **({"opset": asked.opset} if asked.opset else {})}
+    settings: dict[str, Option] = {"target": options.target, **({"opset": options.opset} if options.opset else {})}
     return _make_file(file_format.recipe(replace(trial, options=settings)), out), None
 
 
@@ -232,29 +232,29 @@ def _make_profile(shapes: str, low: int, opt: int, high: int) -> str:
 
 
 def _export_engine(
-    model: str, out: Path, file_format: FileFormat, asked: ExportOptions, overrides: Overrides
+    model: str, out: Path, file_format: FileFormat, options: ExportOptions, overrides: Overrides
 ) -> Exported:
     from dyno.study.interpreters import explain_missing, place_recipe, runtime_of
 
-    shapes = _make_profile(",".join(asked.shapes), asked.low, asked.opt, asked.high)
-    if asked.batch == "dynamic" and not shapes:
+    shapes = _make_profile(",".join(options.shapes), options.low, options.opt, options.high)
+    if options.batch == "dynamic" and not shapes:
         raise UserError(NO_MAX)
-    fixed_batch = _parse_batch(asked.batch) if asked.batch else 0
-    if asked.repeat < 1:
-        raise UserError(f"--repeat is {asked.repeat}; it must be at least 1")
-    engine = find(usual_name(asked.backend) or file_format.builders[0])
+    fixed_batch = _parse_batch(options.batch) if options.batch else 0
+    if options.repeat < 1:
+        raise UserError(f"--repeat is {options.repeat}; it must be at least 1")
+    engine = find(usual_name(options.backend) or file_format.builders[0])
     if engine.name not in file_format.builders:
         raise UserError(f"{engine.name} doesn't build {out.suffix} files; {' or '.join(file_format.builders)} does")
-    choice = Choice.parse("@".join((engine.name, *asked.settings)))
+    choice = Choice.parse("@".join((engine.name, *options.settings)))
     engine.check_options(choice.options)
-    precision, on_gpu = asked.precision, "cuda" in engine.devices
+    precision, on_gpu = options.precision, "cuda" in engine.devices
     study = one_model(model, {**overrides, "precisions": (precision,)}, {"device": "cuda:0" if on_gpu else "cpu"})
     settings = {**choice.options, **({"profile": shapes} if shapes else {})}
     runtime = runtime_of(study, choice)
     if reason := explain_missing(engine.name, runtime):
         raise UserError(reason)
-    if asked.repeat > 1:
-        return _compare_builds(study, engine, settings, fixed_batch or 1, asked.repeat, out)
+    if options.repeat > 1:
+        return _compare_builds(study, engine, settings, fixed_batch or 1, options.repeat, out)
     if not on_gpu and precision in ("fp16", "bf16"):
         raise UserError(
             f"{engine.name} chooses {precision} when it runs a file, not when it makes one; omit --precision"

@@ -141,10 +141,10 @@ def remove(
             _remove_run(run)
 
 
-def _remove_trials(run: Path, wanted: list[str]) -> None:
+def _remove_trials(run: Path, requested: list[str]) -> None:
     folders = [path for path in sorted((run / "trials").iterdir()) if path.is_dir() and not path.is_symlink()]
     targets = []
-    for id in wanted:
+    for id in requested:
         matches = [path for path in folders if path.name.startswith(id)] if id else []
         matches = matches or _of_form(run, folders, id)
         if len(matches) != 1:

@@ -280,21 +280,28 @@ def _from_yaml(file: Path) -> _Description:
         raise UserError(f"{file}: names is {names!r}, not a list of classes; write names: [one, two]")
     if (count := config.get("nc", len(names))) != len(names):
         raise UserError(f"{file}: nc is {count!r}, but names has {add_noun(len(names), 'class', 'classes')}")
-    root, moved = _find_root(file, config)
+    root, folder_warning = _find_root(file, config)
     split = next((split for split in TEST_SPLITS if config.get(split)), None)
     if split is None:
         raise UserError(f"{file} has neither val nor test; add the folder of the test images as val")
     test, problem = _list_split(root, config[split])
     if problem:
         raise UserError(f"{file}: {problem}")
-    train, lost = _list_split(root, config["train"]) if config.get("train") else ([], "")
+    train, calibration_warning = _list_split(root, config["train"]) if config.get("train") else ([], "")
     train = sorted(set(train) - set(test))
-    if lost:
+    if calibration_warning:
         consequence = "" if train else "; calibration images are taken from the test images"
-        lost = f"{file.name}, train: {lost}{consequence}"
+        calibration_warning = f"{file.name}, train: {calibration_warning}{consequence}"
     classes = [clean_name(str(name)) for name in names]
     return _Description(
-        make_absolute(file.parent), classes, _parse_shape(file, config), test, train, [file], lost, moved
+        make_absolute(file.parent),
+        classes,
+        _parse_shape(file, config),
+        test,
+        train,
+        [file],
+        calibration_warning,
+        folder_warning,
     )
 
 

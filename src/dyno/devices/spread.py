@@ -76,8 +76,8 @@ def expected_places(study: Study) -> AbstractContextManager[list[Place]]:
 
 
 def _run_blocks(study: Study, folder: Path, place_list: list[Place], progress: Progress, retry_failed: bool) -> None:
-    own = places.at_one(study, place_list)
-    planned, store = expand(own), Run(folder)
+    block_study = places.at_one(study, place_list)
+    planned, store = expand(block_study), Run(folder)
     with store.hold_lock():
         planned = prepare(study, store, planned, progress)
         all_blocks = blocks.split_blocks(planned)
@@ -86,8 +86,10 @@ def _run_blocks(study: Study, folder: Path, place_list: list[Place], progress: P
             return
         setup = one_host.StudyPlaces(place_list)
         if len(open_blocks) > 1:
-            setup = one_host.measure_devices(own, folder, place_list, progress)
-        BlockScheduler(store, own, study, setup.places, progress, retry_failed, setup.in_turn).measure(open_blocks)
+            setup = one_host.measure_devices(block_study, folder, place_list, progress)
+        BlockScheduler(store, block_study, study, setup.places, progress, retry_failed, setup.in_turn).measure(
+            open_blocks
+        )
 
 
 @dataclass

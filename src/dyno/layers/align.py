@@ -82,12 +82,12 @@ def place_layers(
     `ends`, which are known to end their counterpart. `layers` must be in execution order.
     """
     placements = {index: set(claim) for index, claim in claims.items() if claim}
-    how = dict.fromkeys(placements, BY_NAME)
+    evidence = dict.fromkeys(placements, BY_NAME)
     forwards, backwards = flow.forwards, flow.backwards
 
     def place_layer(index: int, counterparts: set[int]) -> None:
         if counterparts:
-            placements[index], how[index] = counterparts, BY_CONSTANT if index in flow.constant else BY_FLOW
+            placements[index], evidence[index] = counterparts, BY_CONSTANT if index in flow.constant else BY_FLOW
 
     def find_claims(neighbours: Sequence[int]) -> set[int]:
         return {counterpart for neighbour in neighbours for counterpart in placements.get(neighbour, ())}
@@ -119,7 +119,7 @@ def place_layers(
     for index in forwards:
         if index not in placements and index not in flow.constant and (counterparts := find_claims(flow.before[index])):
             place_layer(index, {max(counterparts)})
-    return placements, how
+    return placements, evidence
 
 
 def _find_neighbours(flow: Flow, claims: Mapping[int, set[int]]) -> tuple[list[set[int]], list[set[int]]]:
@@ -234,11 +234,11 @@ def _align_nodes(forms: Sequence[LayerGraph], upper: int, lower: int) -> Link:
         return bool(engine[layer].computes_in) or not (has_types and graph[node].flops)
 
     all_claims = extend_claims(graph_flow, engine_flow, claims, helpers, can_hold)
-    pairs, how = place_layers(graph, all_claims, graph_flow, _find_ends(engine, tensors))
+    pairs, evidence = place_layers(graph, all_claims, graph_flow, _find_ends(engine, tensors))
     for node in all_claims.keys() - claims.keys():
-        how[node] = BY_FLOW
+        evidence[node] = BY_FLOW
     sure = frozenset((node, layer) for node, layers in claims.items() for layer in layers)
-    return Link(upper, lower, _extend_pairs(pairs, engine_flow, helpers), how, sure)
+    return Link(upper, lower, _extend_pairs(pairs, engine_flow, helpers), evidence, sure)
 
 
 def _find_ends(engine: Sequence[Layer], tensors: Mapping[str, int]) -> set[int]:
@@ -292,7 +292,7 @@ def _align_modules(forms: Sequence[LayerGraph], upper: int, lower: int) -> Link:
             for call_index, counterpart in _pair_calls(call_indices, indices):
                 claims[counterpart].add(call_index)
     sure = frozenset((call, node) for node, group in claims.items() for call in group)
-    claims, how = place_layers(graph, claims, Flow(graph))
+    claims, evidence = place_layers(graph, claims, Flow(graph))
     if "" not in by_name:  # the model's own code, outside its submodules
         own_nodes = {k for k, node in enumerate(graph) if node.modules == ("",)}
         claims = {k: group for k, group in claims.items() if k not in own_nodes}
@@ -307,7 +307,7 @@ def _align_modules(forms: Sequence[LayerGraph], upper: int, lower: int) -> Link:
         order[leaf]: group for leaf, group in leaf_pairs.items()
     }
     # A call counts as found by name if any of its nodes was, else by data flow.
-    named_calls = {call for node, group in claims.items() if how.get(node) == BY_NAME for call in group}
+    named_calls = {call for node, group in claims.items() if evidence.get(node) == BY_NAME for call in group}
     return Link(upper, lower, union, {call: BY_NAME if call in named_calls else BY_FLOW for call in union}, sure, outer)
 
 
@@ -350,8 +350,8 @@ def find_regions(forms: Sequence[LayerGraph], links: Sequence[Link]) -> list[Reg
     pairs = [
         ((link.upper, upper), (link.lower, lower), (upper, lower) in link.sure)
         for link in links
-        for upper, own in link.pairs.items()
-        for lower in sorted(own)
+        for upper, counterparts in link.pairs.items()
+        for lower in sorted(counterparts)
         if upper not in link.outer
     ]
 
@@ -363,18 +363,18 @@ def find_regions(forms: Sequence[LayerGraph], links: Sequence[Link]) -> list[Reg
     for layer, other, sure in sorted(pairs, key=rank_doubt):
         groups.join(layer, other, sure)
     find_root, parent = groups.find_root, groups.parent
-    around = _find_own_regions(links, find_root)
-    for layer, roots in around.items():  # its parameters and operations count once
+    enclosing = _find_own_regions(links, find_root)
+    for layer, roots in enclosing.items():  # its parameters and operations count once
         parent[layer] = roots[0]
     members: dict[tuple[int, int], list[list[int]]] = {}
     for form, k in sorted(parent):
         members.setdefault(find_root((form, k)), [[] for _ in forms])[form].append(k)
     outer: dict[tuple[int, int], list[list[int]]] = {layer: [[] for _ in forms] for layer in members}
-    for (form, k), roots in around.items():
+    for (form, k), roots in enclosing.items():
         for root in roots:
             outer[root][form].append(k)
-    regions = {layer: Region(tuple(map(tuple, own)), tuple(map(tuple, outer[layer]))) for layer, own in members.items()}
-    return [regions[layer] for layer in _sort_regions(forms, find_root, around.keys())]
+    regions = {layer: Region(tuple(map(tuple, m)), tuple(map(tuple, outer[layer]))) for layer, m in members.items()}
+    return [regions[layer] for layer in _sort_regions(forms, find_root, enclosing.keys())]
 
 
 class _Groups:
@@ -422,21 +422,21 @@ def _find_own_regions(
 def _sort_regions(
     forms: Sequence[LayerGraph],
     find_root: Callable[[tuple[int, int]], tuple[int, int]],
-    around: Collection[tuple[int, int]],
+    enclosing: Collection[tuple[int, int]],
 ) -> list[tuple[int, int]]:
     """Return the regions in the order of the first form; regions that it lacks follow their neighbour in a later form.
 
-    Modules in `around` end after their submodules, so another form places the regions of their own operations.
+    Modules in `enclosing` end after their submodules, so another form places the regions of their own operations.
     """
     start: tuple[int, int] = (-1, -1)  # start of the order
     followers: dict[tuple[int, int], list[tuple[int, int]]] = {start: []}
     for form, graph in enumerate(forms):
         previous, offsets = start, Counter[tuple[int, int]]()  # regions inserted from this form, by neighbour
-        last = {find_root((form, k)): k for k in range(len(graph.layers)) if (form, k) not in around}
+        last = {find_root((form, k)): k for k in range(len(graph.layers)) if (form, k) not in enclosing}
         constant = Flow(graph.layers).constant if form else set()  # shape computations run before all others
         for k in range(len(graph.layers)):
             region = find_root((form, k))
-            if (form, k) in around or (form and k != last[region] and (region not in followers or k in constant)):
+            if (form, k) in enclosing or (form and k != last[region] and (region not in followers or k in constant)):
                 continue
             if region not in followers:
                 neighbour = previous if form else start

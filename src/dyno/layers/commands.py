@@ -145,9 +145,9 @@ def explain(
 
     is_early = "prescriptions" in overrides and format in ("text", "markdown")  # other formats print one document
 
-    def print_first(known: ExplanationResult) -> None:
+    def print_first(result: ExplanationResult) -> None:
         if is_early:
-            print(known.export(format), flush=True)
+            print(result.export(format), flush=True)
 
     result = explaining.explain(*what, save=save, report=print_first, quiet=False, **overrides)
     print(result.tried.export(format) if is_early and result.tried else result.export(format), end="")
@@ -211,9 +211,9 @@ def diff_layers(
     batches = overrides.pop("batches", (1,))
     if len(batches) != 1:
         raise UserError("--layers compares one batch; give one, e.g. --batch 1")
-    model, *others = models
+    model, *other_models = models
     agreement = layers_agreement.diff_layers(
-        model, *others, batch=batches[0], rtol=rtol, atol=atol, quiet=False, **overrides
+        model, *other_models, batch=batches[0], rtol=rtol, atol=atol, quiet=False, **overrides
     )
     print(export(agreement.tables, format), end="")
     exit_code = exits.left_out(agreement.left_out)

@@ -53,12 +53,12 @@ class GraphFile:
     runtime: Runtime
 
 
-def list_forms(study: Study, others: Sequence[Any]) -> list[FormRequest]:
+def list_forms(study: Study, other_forms: Sequence[Any]) -> list[FormRequest]:
     """Return the study's model in its own form, then the others: its named forms, or other models in theirs."""
     source = study.models[0]
     requests = [
         request_own_form(source),
-        *(_parse_form(str(o), source) or request_own_form(Study(models=(o,)).models[0]) for o in others),
+        *(_parse_form(str(o), source) or request_own_form(Study(models=(o,)).models[0]) for o in other_forms),
     ]
     check_weights(study, [request.source for request in requests])
     return requests

@@ -76,10 +76,10 @@ class Timeline:
         return {name: f"{1e6 * median:.3f}", "share, %": f"{100 * median / total:.2f}"}
 
 
-def build_timelines(form_set: FormSet, times: Mapping[int, Times], shown: Sequence[int]) -> list[Timeline]:
-    """Build the timelines of the forms `shown` (indices); `times` has the times of the timed forms."""
+def build_timelines(form_set: FormSet, times: Mapping[int, Times], requested: Sequence[int]) -> list[Timeline]:
+    """Build the timelines of the forms `requested` (indices); `times` has the times of the timed forms."""
     timelines = []
-    for k in shown:
+    for k in requested:
         form, origin, timing = form_set.forms[k], find_origins(form_set, k), times.get(k)
         seconds = timing.layers if timing else np.zeros((0, len(form.layers)))
         indices = [i for i, layer in enumerate(form.layers) if not layer.skipped or seconds[:, i].any()]

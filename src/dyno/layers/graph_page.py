@@ -56,15 +56,15 @@ def draw_graph(form: LayerGraph, timeline: Timeline, parts: Mapping[int, int] = 
     return {"title": timeline.title, "nodes": nodes, "edges": _find_edges(form, {node["id"] for node in nodes})}
 
 
-def _find_edges(form: LayerGraph, shown: set[int]) -> list[tuple[int, int]]:
+def _find_edges(form: LayerGraph, visible: set[int]) -> list[tuple[int, int]]:
     """Return pairs of layers, writer and reader, connected directly or through hidden layers."""
     flow = Flow(form.layers)
     sources: list[list[int]] = []
     for index in flow.forwards:
         writers = [source for before in flow.before[index] for source in
-                   ([before] if before in shown else sources[before] if before < index else [])]  # fmt: skip
+                   ([before] if before in visible else sources[before] if before < index else [])]  # fmt: skip
         sources.append(list(dict.fromkeys(writers)))
-    edges = [(source, index) for index in flow.forwards if index in shown for source in sources[index]]
+    edges = [(source, index) for index in flow.forwards if index in visible for source in sources[index]]
     return edges + _find_return_edges(form, {source for source, _ in edges}) if form.form == MODULES else edges
 
 
@@ -77,18 +77,18 @@ def _find_return_edges(form: LayerGraph, read_calls: set[int]) -> list[tuple[int
 
 def draw_graphs(graphs: Sequence[Mapping[str, Any]]) -> str:
     """Draw the graphs side by side, laid out when opened. The page needs `graph_scripts` once."""
-    shown = [graph for graph in graphs if graph["nodes"] and len(graph["nodes"]) <= MAX_LAYERS]
-    if not shown:
+    drawable = [graph for graph in graphs if graph["nodes"] and len(graph["nodes"]) <= MAX_LAYERS]
+    if not drawable:
         return ""
-    counts = ", ".join(f"{graph['title']}, {format_count(len(graph['nodes']), 'layer')}" for graph in shown)
-    content = json.dumps(shown, separators=(",", ":")).replace("<", "\\u003c")  # no text may end the element
+    counts = ", ".join(f"{graph['title']}, {format_count(len(graph['nodes']), 'layer')}" for graph in drawable)
+    content = json.dumps(drawable, separators=(",", ":")).replace("<", "\\u003c")  # no text may end the element
     return (
         f'<details class="layer-graph"><summary>{html.escape(f"Graph of the layers: {counts}")}</summary>\n'
         '<p class="tools"><input type="search" placeholder="conv, layer1.0 …" aria-label="Show layers that contain '
         'these words"> <button type="button" data-do="slowest">to the slowest</button> <button type="button" '
         'data-do="whole">the whole graph</button></p>\n<div class="graphs"></div>\n'
         '<p class="about">The more time a layer takes, the darker it is. Select one to see what is known of it'
-        f"{', and its counterpart' if len(shown) > 1 else ''}; drag to move, turn the wheel to zoom.</p>\n"
+        f"{', and its counterpart' if len(drawable) > 1 else ''}; drag to move, turn the wheel to zoom.</p>\n"
         f'<script type="application/json">{content}</script>\n</details>'
     )
 

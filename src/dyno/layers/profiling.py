@@ -162,10 +162,12 @@ def profile(
 
 def choose_engines(requests: Sequence[forms.FormRequest]) -> list[forms.FormRequest]:
     """Return the forms with each file's usual backend; without the first file if only its named forms are requested."""
-    first, *others = requests
-    has_forms_only = _is_file(first) and any(other.source == first.source and not _is_file(other) for other in others)
+    first, *other_requests = requests
+    has_forms_only = _is_file(first) and any(
+        other.source == first.source and not _is_file(other) for other in other_requests
+    )
     engines = []
-    for request in others if has_forms_only else requests:
+    for request in other_requests if has_forms_only else requests:
         file_format = registry.format_of(request.source) if _is_file(request) else None
         engines.append(
             replace(request, choice=Choice(file_format.default_backend(Path(request.source))))

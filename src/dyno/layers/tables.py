@@ -34,10 +34,10 @@ def is_norm(layer: Layer) -> bool:
     return any(name in layer.type for name in NORM_LAYERS)
 
 
-def describe_totals(form_set: FormSet, shown: Sequence[int], regions: Sequence[Region]) -> list[str]:
+def describe_totals(form_set: FormSet, requested: Sequence[int], regions: Sequence[Region]) -> list[str]:
     """Explain why each form's number of parameters differs from that of the form shown before it."""
     forms = form_set.forms
-    counted_forms = [k for k in shown if forms[k].parameters]
+    counted_forms = [k for k in requested if forms[k].parameters]
     lines = []
     for first, k in pairwise(counted_forms):
         difference = forms[first].parameters - forms[k].parameters
@@ -210,31 +210,31 @@ def format_shape(port: Port) -> str:
     return "x".join(str(n) if n >= 0 else "?" for n in port.shape)
 
 
-def align_forms(form_set: FormSet, shown: Sequence[int]) -> Table:
-    """Build a table of the forms `shown` (indices), with a row per region; other forms only help to align them."""
+def align_forms(form_set: FormSet, requested: Sequence[int]) -> Table:
+    """Build a table of the forms `requested` (indices), with a row per region; other forms only help to align them."""
     forms, links = form_set.forms, align.find_pivots(form_set)
     regions = [
         r for r in align.find_regions(forms, links)
-        if any(not layer.skipped or layer.parameters for k in shown for layer in r.list_layers(forms, k))
+        if any(not layer.skipped or layer.parameters for k in requested for layer in r.list_layers(forms, k))
     ]  # fmt: skip
-    rows = [_make_row(forms, shown, region) for region in regions]
-    names = [_choose_letter(k) for k in range(len(shown))]
+    rows = [_make_row(forms, requested, region) for region in regions]
+    names = [_choose_letter(k) for k in range(len(requested))]
     columns = [
         Column(name, f"layers of {forms[k].library}", kind=TEXT, title=forms[k].library, cell=make_names_cell(name))
-        for name, k in zip(names, shown, strict=True)
+        for name, k in zip(names, requested, strict=True)
     ]  # fmt: skip
     columns += [
         Column("output", "shape of the region's last output", kind=TEXT, rank=2),
         *(Column(f"parameters_{name}", f"weights in {forms[k].library}", kind=COUNT, title=f"parameters {name}", rank=4)
-          for name, k in zip(names, shown, strict=True)),
+          for name, k in zip(names, requested, strict=True)),
         Column("flops", "operations, a multiply-add counted as two", "1", COUNT, title="FLOPs", rank=5),
         Column("bytes", "bytes of the last output", "B", COUNT, title="activations, B", rank=6),
         Column("remark", "what happened on the way", kind=TEXT, rank=1),
     ]  # fmt: skip
-    notes = [summarise_layers(forms[k]) for k in shown]
-    notes += describe_totals(form_set, shown, regions)
+    notes = [summarise_layers(forms[k]) for k in requested]
+    notes += describe_totals(form_set, requested, regions)
     notes += [line for link in links if (line := describe_coverage(forms, link))]
-    notes += [note for k in shown for note in forms[k].notes]
+    notes += [note for k in requested for note in forms[k].notes]
     return ALIGNED.build(columns, rows, notes=tuple(dict.fromkeys(notes)))
 
 
@@ -260,16 +260,18 @@ def make_names_cell(name: str) -> Callable[[Row], str]:
 MODULE_NAMES = make_names_cell("modules")
 
 
-def _make_row(forms: Sequence[LayerGraph], shown: Sequence[int], region: Region) -> Row:
+def _make_row(forms: Sequence[LayerGraph], requested: Sequence[int], region: Region) -> Row:
     row: Row = {}
     present_forms = []
-    for position, k in enumerate(shown):
+    for position, k in enumerate(requested):
         name = _choose_letter(position)
         row[f"{name}_names"] = _list_names(forms, region, k)
         row[name] = " ".join(row[f"{name}_names"])
         row[f"parameters_{name}"] = region.sum_added(forms, k) or None
         present_forms += [k] if row[name] else []
-    last_layer = next((forms[k].layers[region.members[k][-1]] for k in reversed(shown) if region.members[k]), Layer())
+    last_layer = next(
+        (forms[k].layers[region.members[k][-1]] for k in reversed(requested) if region.members[k]), Layer()
+    )
     # A graph has each operation in its place; a module with submodules has all its own ones in one place.
     order = sorted(range(len(forms)), key=lambda k: forms[k].form != NODES)
     form = next((k for k in order if region.members[k] and forms[k].form != LAYERS), None)
@@ -277,7 +279,7 @@ def _make_row(forms: Sequence[LayerGraph], shown: Sequence[int], region: Region)
     row["output"] = format_shape(last_layer.outputs[0]) if last_layer.outputs else ""
     row["flops"] = flops or None
     row["bytes"] = count_activation_bytes(last_layer)
-    row["remark"] = _describe_change(forms, present_forms, shown[-1], region)
+    row["remark"] = _describe_change(forms, present_forms, requested[-1], region)
     return row
 
 
@@ -329,10 +331,10 @@ def describe_coverage(forms: Sequence[LayerGraph], link: align.Link) -> str:
     return f"{upper.library} aligned with {lower.library}, {total:,} in all: {', '.join(shares)}."
 
 
-def describe_conversions(forms: Sequence[LayerGraph], shown: Sequence[int]) -> Table:
+def describe_conversions(forms: Sequence[LayerGraph], requested: Sequence[int]) -> Table:
     """Build a row per conversion layer of the engines: its neighbours, and both types and layouts."""
     rows: list[Row] = []
-    for k in shown:
+    for k in requested:
         form = forms[k]
         writers = {port.name: layer for layer in form.layers for port in layer.outputs}
         conversions = [layer for layer in form.layers if form.form == LAYERS and layer.moves and not layer.skipped]

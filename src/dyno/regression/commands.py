@@ -123,21 +123,21 @@ def check_files(junit: str, summary: str) -> None:
 # `dyno compare --bisect`: the first version of a library with which a model is worse.
 
 
-def _refuse_beside_bisect(given: Sequence[str], overrides: options.Overrides) -> None:
+def _refuse_beside_bisect(names: Sequence[str], overrides: options.Overrides) -> None:
     if "runtime" in overrides:
         raise UserError("--bisect chooses the interpreters; omit --python, or give them as --pythons NAME=PATH,…")
-    if given:
-        flag = given[0] if given[0] == "B" else f"--{given[0].replace('_', '-')}"
+    if names:
+        flag = names[0] if names[0] == "B" else f"--{names[0].replace('_', '-')}"
         raise UserError(f"--bisect compares versions with one model; omit {flag}")
 
 
-def _bisect(model: str, asked: BisectOptions, fail_on: str, out: str, overrides: options.Overrides) -> int:
+def _bisect(model: str, search: BisectOptions, fail_on: str, out: str, overrides: options.Overrides) -> int:
     """Find and print the first bad version; return 0 without one, 1 with one, 3 if undecided."""
     from dyno.regression import bisection
 
     result = bisection.bisect(
-        model, library=asked.library, versions=_parse_items(asked.versions),
-        pythons=_parse_interpreters(asked.pythons), add=asked.add, by=asked.by or "speed", fail_on=fail_on,
+        model, library=search.library, versions=_parse_items(search.versions),
+        pythons=_parse_interpreters(search.pythons), add=search.add, by=search.by or "speed", fail_on=fail_on,
         out=out or None, quiet=False, **overrides,
     )  # fmt: skip
     print("\n".join(map(wrap_text, result.verdicts)))

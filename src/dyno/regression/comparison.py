@@ -88,7 +88,7 @@ class Comparison:
     @property
     def verdicts(self) -> list[str]:
         """Sentences on the comparison, the most important first."""
-        return [*list_comparison(self.table, stored=self.folder is None), *self._sides]
+        return [*list_comparison(self.table, is_stored=self.folder is None), *self._sides]
 
     @property
     def exit_code(self) -> int:
@@ -307,10 +307,10 @@ COPIED_NOTE = "Nothing was compared where both runs hold the same measurement: o
 WIDENED_NOTE = "Measured in two sessions: intervals include the differences between this machine's self-tests."
 
 
-def list_comparison(table: Table, stored: bool = True) -> list[str]:
+def list_comparison(table: Table, is_stored: bool = True) -> list[str]:
     """Describe the comparison: wrong outputs, counts of verdicts, and each failed trial with the reason.
 
-    Then the way of measuring (`stored`: as two runs), and the smallest slow-down that it would have caught.
+    Then the way of measuring (`is_stored`: as two runs), and the smallest slow-down that it would have caught.
     """
     rows = table.rows
     counts = Counter(describe_outcome(r).partition(":")[0] for r in rows)
@@ -319,17 +319,17 @@ def list_comparison(table: Table, stored: bool = True) -> list[str]:
     verdicts = ", ".join(f"{n} {name}" for name, n in counts.most_common())
     shared_count = sum(r["status"] != MISSING for r in rows)
     missing_text = f", {len(rows) - shared_count} only in A" if shared_count < len(rows) else ""
-    lines += [f"{format_count(shared_count, 'shared trial' if stored else 'pair')}{missing_text}: {verdicts}."]
+    lines += [f"{format_count(shared_count, 'shared trial' if is_stored else 'pair')}{missing_text}: {verdicts}."]
     lines += [f"failed: {describe_where(r)}: {explain_failure(r)}" for r in rows if r["failed"]]
     lines += [f"undecided: {describe_where(r)}: {r['undecided']}" for r in rows if r["undecided"]]
     if not any(map(_has_run, rows)):
         lines.append("Nothing was compared: in no pair did both A and B run.")
     if counts[stats.ONE_ROUND]:
         lines.append("One round can't show that a difference is real: measure both with two rounds or more.")
-    return [*lines, *_describe_method(rows, stored), *_describe_power(rows)]
+    return [*lines, *_describe_method(rows, is_stored), *_describe_power(rows)]
 
 
-def _describe_method(rows: list[Row], stored: bool) -> list[str]:
+def _describe_method(rows: list[Row], is_stored: bool) -> list[str]:
     methods = {r["measured"] for r in rows if r["measured"]}
     if not methods:
         return []
@@ -337,7 +337,7 @@ def _describe_method(rows: list[Row], stored: bool) -> list[str]:
     note = WIDENED_NOTE if stats.IN_TWO_SESSIONS in methods else STORED_NOTE
     note = SESSIONS_NOTE if any(r["verdict"] == TWO_SESSIONS for r in rows) else note
     note = COPIED_NOTE if any(r["verdict"] == SAME_MEASUREMENT for r in rows) else note
-    sentences = [note if stored else f"Measured {' or '.join(sorted(methods))}, {format_count(rounds, 'round')}."]
+    sentences = [note if is_stored else f"Measured {' or '.join(sorted(methods))}, {format_count(rounds, 'round')}."]
     builds = [int(r["builds"]) for r in rows if not is_missing(r["builds"])]
     if 1 in builds:
         sentences.append("One build of each engine tuned by timing: another may differ; see --builds.")
@@ -352,8 +352,8 @@ def _describe_power(rows: list[Row]) -> list[str]:
     slowdowns = [r["smallest"] for r in rows if not is_missing(r["smallest"])]
     if not slowdowns:
         return []
-    least, most = format_slowdown(min(slowdowns) / 100), format_slowdown(max(slowdowns) / 100)
-    span = least if least == most else f"{least.removesuffix(' %')} to {most}"
+    min_slowdown, max_slowdown = format_slowdown(min(slowdowns) / 100), format_slowdown(max(slowdowns) / 100)
+    span = min_slowdown if min_slowdown == max_slowdown else f"{min_slowdown.removesuffix(' %')} to {max_slowdown}"
     text = f"a slow-down of {span} is caught in {100 * TARGET_POWER:g} % of comparisons"
     return [f"With these rounds and this spread, {text}."]
 

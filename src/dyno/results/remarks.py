@@ -150,9 +150,10 @@ def _join_reasons(trial: TrialResult, boundary: str) -> str:
     return ", ".join(dict.fromkeys(w for w in reasons if w))
 
 
-def describe_meanwhile(others: int) -> str:
+def describe_meanwhile(other_processes: int) -> str:
     """Describe the number of other processes on the GPU."""
-    return f"{'another process was' if others == 1 else f'{others} other processes were'} on the GPU meanwhile"
+    subject = "another process was" if other_processes == 1 else f"{other_processes} other processes were"
+    return f"{subject} on the GPU meanwhile"
 
 
 def describe_others(trial: TrialResult) -> str:
@@ -185,9 +186,11 @@ def list_gpu_notes(trial: TrialResult) -> list[str]:
     if cap_share := trial.gpu.reasons.get(timeline.POWER_CAP, 0.0):
         sentences.append(f"the GPU's clock was limited by its power cap for {100 * cap_share:.0f} % of the time")
     first = [r.trace for r in trial.good if r.trace is not None and (not r.facts.turns or not r.facts.turns.place)]
-    taken = max((trace.before_memory for trace in first), default=0.0)  # later processes of a set see Dyno's own memory
-    if taken > OCCUPIED_MEMORY_B:
-        sentences.append(f"{show(taken, 'bytes')} of the GPU's memory were in use before the job began")
+    memory_before = max(
+        (trace.before_memory for trace in first), default=0.0
+    )  # later processes of a set see Dyno's own memory
+    if memory_before > OCCUPIED_MEMORY_B:
+        sentences.append(f"{show(memory_before, 'bytes')} of the GPU's memory were in use before the job began")
     return sentences
 
 

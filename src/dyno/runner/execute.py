@@ -664,10 +664,10 @@ def _of_build(recipe: Recipe, build: int, backend: str) -> Recipe:
 def _warn_of_shared_gpu(folder: Path, record: Record) -> None:
     """Warn if other programs used the GPU while a builder timed its kernels, so that its choices may be wrong."""
     trace = timeline.read_timeline(folder)
-    others = timeline.most_others(trace) if trace else 0
-    if record.artifact is None or not others:
+    other_processes = timeline.most_others(trace) if trace else 0
+    if record.artifact is None or not other_processes:
         return
     made_by = record.artifact.made_by
-    warning = f"{remarks.describe_meanwhile(others)}: kernels were timed meanwhile and may not be the fastest"
+    warning = f"{remarks.describe_meanwhile(other_processes)}: kernels were timed meanwhile and may not be the fastest"
     made_by = replace(made_by, warnings=tuple(dict.fromkeys((*made_by.warnings, warning))))  # including a parent's
     write_record(folder, replace(record, artifact=replace(record.artifact, made_by=made_by)))

@@ -180,8 +180,11 @@ def prepare_folder(study: Study, run: Run, planned: list[PlannedTrial]) -> tuple
     machine = system.describe(RECORDED_DISTRIBUTIONS)
     machine["versions"] = {"inference-dyno": __version__, **machine["versions"]}
     write_json(run.folder / "environment.json", {**machine, **gpu, **commit})
-    known = (entry for entry in entries if entry.model_facts.set_fields())
-    store_models(run.folder, [replace(e.model_facts, model=e.trial.model.name, size=e.trial.dims.size) for e in known])
+    inspected_entries = (entry for entry in entries if entry.model_facts.set_fields())
+    store_models(
+        run.folder,
+        [replace(e.model_facts, model=e.trial.model.name, size=e.trial.dims.size) for e in inspected_entries],
+    )
     return entries, notes
 
 

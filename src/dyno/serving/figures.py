@@ -231,9 +231,9 @@ def list_served(run: RunData) -> list[ServingRun]:
     runs = []
     for trial in run.records:
         rounds = [(r, r.facts.serve) for r in trial.good if r.facts.serve and (r.folder / ARRAYS_FILE).is_file()]
-        tried = tuple(t for k, (r, facts) in enumerate(rounds) for t in _list_tried(r, facts, k))
-        if tried:
-            runs.append(ServingRun(trial, tuple(facts for _, facts in rounds), tried))
+        measurements = tuple(t for k, (r, facts) in enumerate(rounds) for t in _list_tried(r, facts, k))
+        if measurements:
+            runs.append(ServingRun(trial, tuple(facts for _, facts in rounds), measurements))
     outputs = list_outputs(run) if runs else {}
     return [replace(each, outputs=outputs[each.trial.id]) for each in runs]
 

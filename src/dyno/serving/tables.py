@@ -182,8 +182,10 @@ def _describe_unstable(run: ServingRun) -> Iterator[str]:
         )
     if refused := sum(t.refused for t in run.measurements):
         facts = run.facts[0]
-        why = ["found the queue full"] * bool(facts.queue) + ["got no answer from the server"] * bool(facts.endpoint)
-        yield f"{format_count(refused, 'request')} {' or '.join(why)} and count as beyond every bound."
+        reasons = ["found the queue full"] * bool(facts.queue) + ["got no answer from the server"] * bool(
+            facts.endpoint
+        )
+        yield f"{format_count(refused, 'request')} {' or '.join(reasons)} and count as beyond every bound."
 
 
 def _describe_short(run: ServingRun) -> Iterator[str]:

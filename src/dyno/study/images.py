@@ -193,14 +193,14 @@ def check_images(study: Study, model: ModelSpec, inspection: Inspection, data: D
     meta = dyno_data.read_meta(data)
     indices = {_simplify_name(name): k for k, name in enumerate(inspection.class_names)}
     for index, name in enumerate(meta["classes"] if len(indices) == len(inspection.class_names) else ()):
-        if (own := indices.get(_simplify_name(name), index)) != index:
+        if (model_index := indices.get(_simplify_name(name), index)) != index:
             remedy = (
                 "give the categories or names the network's numbers" if meta.get("has") else
                 "give a table of path,label with the network's numbers as labels"
             )  # fmt: skip
             raise UserError(
-                f"{name!r} is class {index} of {study.data} and class {own} of {model.name}, so its accuracy would be "
-                f"wrong; {remedy}"
+                f"{name!r} is class {index} of {study.data} and class {model_index} of {model.name}, so its accuracy "
+                f"would be wrong; {remedy}"
             )
 
 

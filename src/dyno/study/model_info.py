@@ -278,10 +278,11 @@ def list_sizes(study: Study, inspection: Inspection) -> list[tuple[int, int]]:
         return [inspection.size]
     fixed = inspection.size if inspection.fixed_size else None
     requested = [parse_size(size) for size in study.sizes]
-    wrong = [size for size in requested if fixed and size != fixed]
-    if wrong and fixed:
+    misfits = [size for size in requested if fixed and size != fixed]
+    if misfits and fixed:
         raise UserError(
-            f"the file's image size is fixed at {fixed[0]}x{fixed[1]}; {wrong[0][0]}x{wrong[0][1]} needs another export"
+            f"the file's image size is fixed at {fixed[0]}x{fixed[1]}; {misfits[0][0]}x{misfits[0][1]} needs another "
+            "export"
         )
     return requested or [inspection.size]
 

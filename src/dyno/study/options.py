@@ -258,6 +258,6 @@ def describe_fields(kind: type) -> str:
 
 
 def _format_default(field: dataclasses.Field[Any]) -> str:
-    usual = field.metadata.get("usual") or field.default
-    is_silent = usual in ("", (), None, dataclasses.MISSING) or usual is False
-    return "" if is_silent else f" (default: {usual})"
+    default_text = field.metadata.get("usual") or field.default
+    is_silent = default_text in ("", (), None, dataclasses.MISSING) or default_text is False
+    return "" if is_silent else f" (default: {default_text})"

@@ -202,7 +202,9 @@ def expand(study: Study, sources: Collection[str] = ()) -> list[PlannedTrial]:
     for side in study.sides.values():
         check_weights(side, [source for each in study.sides.values() for source in each.models])
     if study.baseline:
-        entries = pair_sides({side: _expand_models(own, own.models) for side, own in study.sides.items()})
+        entries = pair_sides(
+            {side: _expand_models(side_study, side_study.models) for side, side_study in study.sides.items()}
+        )
     else:
         entries = _expand_models(study, study.models)
     _check_builds(study, entries)

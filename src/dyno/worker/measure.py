@@ -92,6 +92,13 @@ def make_step(session: Session, boundary: str, feeds: Feeds, timer: Stopwatch | 
     return host_to_host
 
 
+def time_action(action: Callable[[], Any]) -> float:
+    """Return the seconds of a call by the host's clock."""
+    begin = time.perf_counter()
+    action()
+    return time.perf_counter() - begin
+
+
 def watch(session: Session, boundary: str, warn: Callable[[str], None]) -> Stopwatch | None:
     """Return a GPU clock for the session's stream, or None to time by the host's clock alone.
 

@@ -122,7 +122,9 @@ def group_over_time(run: RunData) -> list[tuple[str, list[Shown]]]:
 
 def series_of(trials: Sequence[TrialResult]) -> list[Shown]:
     """Return each recorded trial with the series of its first good round that has one."""
-    return [(t, found) for t in trials if (found := next(filter(None, map(read_over_time, t.good)), None)) is not None]
+    return [
+        (t, series) for t in trials if (series := next(filter(None, map(read_over_time, t.good)), None)) is not None
+    ]
 
 
 def draw_over_time(groups: Sequence[tuple[str, Sequence[Shown]]]) -> Any:

@@ -227,10 +227,11 @@ def _as_fast(cost: Speedup) -> str:
 
 
 def _report_failure(plain: TrialResult, candidates: Sequence[TrialResult], budget: str) -> Finding:
-    most = max(map(_count_kept, candidates))
+    max_kept = max(map(_count_kept, candidates))
     total = next((n for t in candidates if (n := t.made_by.ranked)), "?")
     return Finding(
-        WARNING, f"{plain.label}: up to {most} of {total} layers in a higher precision don't bring it within {budget}."
+        WARNING,
+        f"{plain.label}: up to {max_kept} of {total} layers in a higher precision don't bring it within {budget}.",
     )
 
 

@@ -50,15 +50,15 @@ def collect_matches(
     entries = [e for e in evaluations if e is not None]
     scores = np.concatenate([np.empty(0), *(np.asarray(e["dtScores"], np.float64) for e in entries)])
     order = np.argsort(-scores, kind="mergesort")  # stable like COCOeval, so that ties rank alike
-    wanted = np.zeros(count, np.int64)
+    object_counts = np.zeros(count, np.int64)
     for e in entries:
-        wanted[groups[e["image_id"]]] += int(np.count_nonzero(np.asarray(e["gtIgnore"]) == 0))
+        object_counts[groups[e["image_id"]]] += int(np.count_nonzero(np.asarray(e["gtIgnore"]) == 0))
     entry_groups = [np.full(len(e["dtScores"]), groups[e["image_id"]], np.int64) for e in entries]
     empty = np.empty((thresholds, 0))
     is_matched = np.concatenate([empty, *(e["dtMatches"] for e in entries)], axis=1)[:, order] != 0
     ignored = np.concatenate([empty, *(e["dtIgnore"] for e in entries)], axis=1)[:, order] != 0
     group = np.concatenate([np.empty(0, np.int64), *entry_groups])[order]
-    return Matches(is_matched & ~ignored, ignored, group, wanted, scores[order])
+    return Matches(is_matched & ~ignored, ignored, group, object_counts, scores[order])
 
 
 def compute_average_precision(matches: Matches, recalls: np.ndarray, without: int | None = None) -> np.ndarray:
@@ -67,9 +67,9 @@ def compute_average_precision(matches: Matches, recalls: np.ndarray, without: in
     The mean over `recalls` of the best precision at that recall or a higher one (Everingham et al. 2010, with COCO's
     101 points). `ignored` detections count neither as right nor as wrong.
     """
-    wanted = matches.object_counts.sum() - (matches.object_counts[without] if without is not None else 0)
+    object_count = matches.object_counts.sum() - (matches.object_counts[without] if without is not None else 0)
     right, ignored = matches.right, matches.ignored
-    if wanted == 0:
+    if object_count == 0:
         return np.full(len(right), np.nan)
     if without is not None:
         keep = matches.group != without
@@ -79,7 +79,7 @@ def compute_average_precision(matches: Matches, recalls: np.ndarray, without: in
     precision = hits / np.maximum(detections, np.spacing(1))
     best_precision = np.maximum.accumulate(precision[:, ::-1], axis=1)[:, ::-1]
     averages = np.zeros(len(right))
-    for i, recall in enumerate(hits / wanted):
+    for i, recall in enumerate(hits / object_count):
         positions = np.searchsorted(recall, recalls, side="left")
         averages[i] = best_precision[i, positions[positions < recall.size]].sum() / len(recalls)
     return averages

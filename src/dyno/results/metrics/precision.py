@@ -64,8 +64,8 @@ class Truth:
             return "whether it ran in the requested type is not confirmed"
         is_mixed = 0 < self.share < 1
         text = f" ({format_share(self.share)} of its {'arithmetic' if self.work else 'layers'})" if is_mixed else ""
-        ran = "did not run" if self.answer == NO else "ran mostly" if is_mixed else "ran"
-        return f"{ran} in the requested type{text}"
+        clause = "did not run" if self.answer == NO else "ran mostly" if is_mixed else "ran"
+        return f"{clause} in the requested type{text}"
 
     def __str__(self) -> str:
         shares = {name: f" ({format_share(share)})" for name, share in self.work.items()}
@@ -110,8 +110,8 @@ def name_precision(row: Row | pd.Series) -> str:
         return f"{precision} (computed in {types.split()[1].strip(',')})" if is_widened else precision
     if row["precision_ok"] == UNCONFIRMED or not types:
         return f"{precision} ({UNCONFIRMED})"
-    ran = f"{format_share(share)} {precision}" if share else f"ran {types.split()[1].strip(',')}"
-    return f"{precision} ({ran})"
+    clause = f"{format_share(share)} {precision}" if share else f"ran {types.split()[1].strip(',')}"
+    return f"{precision} ({clause})"
 
 
 # Arithmetic: operations per image, achieved TFLOPS, and the share of the device's measured peak (R36). The peak is that

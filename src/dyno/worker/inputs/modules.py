@@ -79,9 +79,10 @@ def describe_inputs(
     settings by input name. A single parameter without a description is an image. Raise a `UserError` if the inputs
     can't be determined.
     """
-    stored = examples if isinstance(examples, ModuleInputs) else None
-    signature = stored.signature if stored else signature_of(module)
-    specs = {spec.name: spec for spec in (stored.inputs if stored else _of_examples(examples, signature, model))}
+    stored_inputs = examples if isinstance(examples, ModuleInputs) else None
+    signature = stored_inputs.signature if stored_inputs else signature_of(module)
+    described_specs = stored_inputs.inputs if stored_inputs else _of_examples(examples, signature, model)
+    specs = {spec.name: spec for spec in described_specs}
     specs = {spec.name: spec for spec in _with_overrides(specs, signature, overrides, model)}
     missing = [name for name, required in signature.required.items() if required and name not in specs]
     if not specs and not missing:
@@ -101,9 +102,9 @@ def describe_inputs(
     description = replace(
         _insert_symbols(tuple(ordered)), ranged=frozenset(n for n, override in overrides.items() if "low" in override)
     )
-    if stored:
-        size = description.size if all(description.size) else stored.size
-        description = replace(description, batch=stored.batch, size=size, has_named_batch=False)
+    if stored_inputs:
+        size = description.size if all(description.size) else stored_inputs.size
+        description = replace(description, batch=stored_inputs.batch, size=size, has_named_batch=False)
     return replace(description, inputs=()) if _is_image(description.inputs, signature, model) else description
 
 
@@ -443,7 +444,7 @@ def _run_and_record(
     positional = iter(args)
     values = {spec.name: keywords[spec.name] if spec.keyword else next(positional) for spec in specs}
     names = {values[spec.name].data_ptr(): spec.name for spec in specs if spec.dtype}
-    drawn = {values[spec.name].data_ptr(): spec.name for spec in specs if spec.dtype and not spec.feeds}
+    input_names = {values[spec.name].data_ptr(): spec.name for spec in specs if spec.dtype and not spec.feeds}
     bag = torch.ops.aten.embedding_bag  # programs have its decomposition
     bags = (bag.padding_idx, bag.default, torch.ops.aten._embedding_bag_forward_only.default)
     lookups = (torch.ops.aten.embedding.default, *bags)
@@ -461,10 +462,10 @@ def _run_and_record(
                 raise
 
         def dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
-            if func in bags and args[2].numel() > 1 and args[2].data_ptr() in drawn:
+            if func in bags and args[2].numel() > 1 and args[2].data_ptr() in input_names:
                 raise UserError(  # PyTorch may hang on unsorted offsets
-                    f"{drawn[args[2].data_ptr()]!r} are the offsets of an EmbeddingBag, which random values don't fit; "
-                    "let forward take ids of N x L without offsets, or make the offsets"
+                    f"{input_names[args[2].data_ptr()]!r} are the offsets of an EmbeddingBag, which random values "
+                    "don't fit; let forward take ids of N x L without offsets, or make the offsets"
                 )
             if func in lookups and (name := names.get(args[1].data_ptr())):
                 limits[name] = min(limits.get(name, args[0].shape[0]), args[0].shape[0])

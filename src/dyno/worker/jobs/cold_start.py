@@ -51,7 +51,7 @@ def cold_start(job: Job, journal: Journal) -> None:
             answer = measure.make_step(session, "all", feeds)
             answer()
     total_seconds = time.monotonic() - start_time
-    later_seconds = tuple(_time_action(answer) for _ in range(LATER_ANSWERS))
+    later_seconds = tuple(measure.time_action(answer) for _ in range(LATER_ANSWERS))
     parts = {START: clock.parts.pop(START), IMPORTS: clock.imported, **clock.parts}
     if device is None:
         del parts[CONTEXT]
@@ -116,12 +116,6 @@ def _create_context(device: str) -> Any:
         gpu_device.allocate(1)
         return gpu_device
     return None
-
-
-def _time_action(action: Callable[[], None]) -> float:
-    begin = time.perf_counter()
-    action()
-    return time.perf_counter() - begin
 
 
 def _read_bytes() -> int | None:

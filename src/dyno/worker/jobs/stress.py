@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dyno.worker import system
+from dyno.worker import measure, system
 from dyno.worker.backend import Arrays, Session
 from dyno.worker.extras import load_library
 from dyno.worker.facts.engine import WEIGHT_PRECISIONS
@@ -228,7 +228,7 @@ def _measure_side(torch: Any, device: Any, name: str, side: int, seconds: float)
 
 def _time_repetitions(torch: Any, device: Any, action: Callable[[], Any], seconds: float) -> list[float]:
     """Return the seconds of each repetition during about `seconds`, after one warm-up run."""
-    time_action = _make_gpu_timer(torch) if device.type == "cuda" else _time_on_host
+    time_action = _make_gpu_timer(torch) if device.type == "cuda" else measure.time_action
     time_action(action)
     times: list[float] = []
     start = time.monotonic()
@@ -245,12 +245,6 @@ def _make_matrix(torch: Any, device: Any, dtype: str, side: int, seed: int) -> A
     else:
         matrix = torch.randn(side, side, generator=generator, device=device).to(getattr(torch, dtype))
     return matrix.t() if seed else matrix  # column-major second operand, needed by a GPU's int8 kernels
-
-
-def _time_on_host(action: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    action()
-    return time.perf_counter() - start
 
 
 def _make_gpu_timer(torch: Any) -> Timer:

@@ -62,8 +62,10 @@ def unwrap(path: Path) -> None:
     paths = _drop_prefix("/model/", "/", {node.name for node in nodes})
     tensors = {name for node in nodes for name in (*node.input, *node.output)}
     weights = _drop_prefix("model.", "", tensors)
-    kept = {value.name for value in model.graph.output}
-    weights = {name: weights[name] for t in model.graph.initializer if (name := t.name) in weights and name not in kept}
+    output_names = {value.name for value in model.graph.output}
+    weights = {
+        name: weights[name] for t in model.graph.initializer if (name := t.name) in weights and name not in output_names
+    }
     for node in nodes:
         node.name = paths.get(node.name, node.name)
         node.input[:] = [weights.get(name, name) for name in node.input]

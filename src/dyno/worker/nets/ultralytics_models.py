@@ -99,10 +99,13 @@ class Ultralytics(ModelSource):
         Raise a `UserError` for an unsupported task.
         """
         tasks = import_library()
-        stored = read_checkpoint(rest) if self.has_weights(rest) else None
-        config = stored.config if stored else _read_config(tasks, model.source, rest)
+        checkpoint = read_checkpoint(rest) if self.has_weights(rest) else None
+        config = checkpoint.config if checkpoint else _read_config(tasks, model.source, rest)
         task = find_task(_find_task(tasks, model.source, config))
-        return task.preprocess(model.channels), (stored.size, stored.size) if stored and stored.size else task.size
+        return task.preprocess(model.channels), (
+            checkpoint.size,
+            checkpoint.size,
+        ) if checkpoint and checkpoint.size else task.size
 
     def read_purpose(self, model: ModelSpec, rest: str, module: Any) -> Purpose:
         """Return a network's task, classes, keypoints' shape (() for none) and stride."""

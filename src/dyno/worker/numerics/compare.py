@@ -387,7 +387,7 @@ class TensorStages:
 
 def list_stages(comparison: TensorComparison, suspects: Sequence[str]) -> TensorStages:
     """Return the stages of the graph cut around the chosen tensors, which exist in the reference's graph too."""
-    stops, numbers, wanted = {*comparison.tensors}, dict[str, int](), {*comparison.graph.outputs}
+    stops, numbers, tensor_names = {*comparison.tensors}, dict[str, int](), {*comparison.graph.outputs}
     targets = [name for name in comparison.graph.outputs if name not in stops]
     for name in (*comparison.tensors, *targets):
         reads = {*comparison.graph.reads(name, stops)}
@@ -396,8 +396,8 @@ def list_stages(comparison: TensorComparison, suspects: Sequence[str]) -> Tensor
         read_stages = {tensor: numbers[tensor] for tensor in reads if tensor in numbers}
         last_stage = max(read_stages.values(), default=0)
         numbers[name] = last_stage + (last_stage % 2 != (name in suspects))
-        wanted |= {tensor for tensor, stage in read_stages.items() if stage < numbers[name]}
-    return TensorStages(numbers, frozenset(wanted))
+        tensor_names |= {tensor for tensor, stage in read_stages.items() if stage < numbers[name]}
+    return TensorStages(numbers, frozenset(tensor_names))
 
 
 def run_stages(comparison: TensorComparison, plan: TensorStages, reference: GraphEngine | None) -> Difference | None:

@@ -295,16 +295,18 @@ class DetectionCollector(Collector):
 
     def _number_classes(self, pairs: Sequence[tuple[int, Detections]]) -> tuple[np.ndarray | None, str]:
         """Return all detections' classes by the data's numbering, and a note if the network's differs."""
-        found = [one for _, one in pairs]
-        labels = join_arrays([one.classes for one in found], np.int32)
+        detections = [one for _, one in pairs]
+        labels = join_arrays([one.classes for one in detections], np.int32)
         fit = self._reader.fit
         if fit is None or not fit.layout.numbers_classes or not self._names or not self._objects:
             return numbered_as(labels, self._names)
         is_present = np.zeros((len(self._sizes), self._names), bool)
         for one in self._objects:
             is_present[one["image_id"], one["category_id"]] = True
-        images = np.repeat([sample for sample, _ in pairs], [len(one.scores) for one in found]).astype(np.int64)
-        weights = join_arrays([one.scores for one in found], np.float32) ** 2  # discounts the many boxes of low scores
+        images = np.repeat([sample for sample, _ in pairs], [len(one.scores) for one in detections]).astype(np.int64)
+        weights = (
+            join_arrays([one.scores for one in detections], np.float32) ** 2
+        )  # discounts the many boxes of low scores
 
         def measure_share(classes: np.ndarray, mask: np.ndarray) -> float:
             hits = is_present[images[mask], classes[mask]]

@@ -136,8 +136,10 @@ class AnchorTable(BoxLayout):
         """Return 0 if the number of anchors matches the image's cells; equal ranks are ambiguous."""
         if self.axis == 1:
             return 0 if per_cell else 0.9 if known else 3
-        usual = per_cell == 3 if self.objectness else per_cell == 1
-        return (0 if usual and (known or self.objectness) else 0.5) if per_cell == 1 or usual else 2 if known else 4
+        is_usual = per_cell == 3 if self.objectness else per_cell == 1
+        return (
+            (0 if is_usual and (known or self.objectness) else 0.5) if per_cell == 1 or is_usual else 2 if known else 4
+        )
 
     def refute(self, fit: Fit, outputs: ObservedOutputs) -> str:
         table = np.moveaxis(outputs.values[fit.names[0]], self.axis, 0)

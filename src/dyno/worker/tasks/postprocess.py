@@ -252,8 +252,8 @@ def select_best(
     return anchors[rows], labels[rows].astype(np.int32), values[rows]
 
 
-def _compute_overlap(box: np.ndarray, others: np.ndarray) -> np.ndarray:
+def _compute_overlap(box: np.ndarray, boxes: np.ndarray) -> np.ndarray:
     """Return the area shared by a box with each of the others."""
-    sides = np.minimum(box[2:], others[:, 2:]) - np.maximum(box[:2], others[:, :2])
+    sides = np.minimum(box[2:], boxes[:, 2:]) - np.maximum(box[:2], boxes[:, :2])
     area: np.ndarray = sides.clip(0).prod(1)
     return area

@@ -45,12 +45,13 @@ class Tracker:
 
     def identify(self, frame: Frame) -> None:
         """Set the frame's `identities`: a whole number per detection, `NO_OBJECT` if it has no object."""
-        found = frame.detections
-        assert found is not None
-        count = len(found.scores)
+        detections = frame.detections
+        assert detections is not None
+        count = len(detections.scores)
         boxes = self._boxes(
-            xyxy=np.asarray(found.boxes, np.float32).reshape(count, 4), confidence=np.asarray(found.scores, np.float32),
-            class_id=np.asarray(found.classes, int), data={"place": np.arange(count)},
+            xyxy=np.asarray(detections.boxes, np.float32).reshape(count, 4),
+            confidence=np.asarray(detections.scores, np.float32),
+            class_id=np.asarray(detections.classes, int), data={"place": np.arange(count)},
         )  # fmt: skip
         tracked = self._tracker.update(
             boxes, frame=frame.picture.rgb() if self._sees else None, timestamp=self._compute_time(frame)
@@ -58,7 +59,7 @@ class Tracker:
         frame.identities = np.full(count, NO_OBJECT)
         if len(tracked):
             frame.identities[tracked.data["place"]] = tracked.tracker_id
-        for identity, kind in zip(frame.identities, found.classes, strict=True):
+        for identity, kind in zip(frame.identities, detections.classes, strict=True):
             if identity != NO_OBJECT:
                 self._classes.setdefault(int(identity), Counter())[int(kind)] += 1
 
