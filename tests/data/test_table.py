@@ -158,6 +158,7 @@ def test_splits_select_test_and_calibration_images(folder: Path) -> None:
         ("", "is not a table of labels"),
         ("path,label\nimg_000.jpg,-1\nimg_001.jpg,0\n", "has class -1; classes are numbered from 0"),
         ("path,label\nimg_000.jpg,9999999999\n", "has class 9999999999, but no class is so"),
+        ("path,label\nimg_000.jpg,1.0\nimg_001.jpg,NaN\n", "has the label NaN, which is not a class; leave out rows"),
         (
             "path,age\nimg_000.jpg,3.5\nimg_001.jpg,4\n",
             "has the label 3.5, which is not a class; labels are names or whole",

@@ -44,6 +44,7 @@ MAX_CLASSES = 100_000  # a larger number is an identity, not a class
 SAMPLED_ROWS = 20  # rows sampled to classify a column
 CLASS_NUMBER = re.compile(r"\d+(\.0+)?")
 DECIMAL_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)  # also of a regression's target
+NO_VALUES = ("nan", "na", "n/a", "none", "null", "-")  # programs write these for a missing number
 
 
 class LabelTable(DataFormat):
@@ -237,6 +238,9 @@ def _number_labels(file: Path, table: _LabelRows, outputs: int) -> tuple[list[in
     if all(re.fullmatch(r"-?\d+(\.0+)?", label) for label in labels) and (negative := min(labels, key=float))[0] == "-":
         raise UserError(f"{file} has class {negative}; classes are numbered from 0: leave out rows without a class")
     if not all(map(CLASS_NUMBER.fullmatch, labels)):
+        other_labels = {label for label in labels if not CLASS_NUMBER.fullmatch(label)}
+        if len(other_labels) < len({*labels}) and all(label.casefold() in NO_VALUES for label in other_labels):
+            raise UserError(f"{file} has the label {min(other_labels)}, which is not a class; leave out rows without a class")
         if all(map(DECIMAL_NUMBER.fullmatch, labels)):
             label = next(label for label in labels if not CLASS_NUMBER.fullmatch(label))
             advice = "labels are names or whole numbers; to measure no accuracy, give a folder of the images alone"
