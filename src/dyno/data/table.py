@@ -240,7 +240,8 @@ def _number_labels(file: Path, table: _LabelRows, outputs: int) -> tuple[list[in
     if not all(map(CLASS_NUMBER.fullmatch, labels)):
         other_labels = {label for label in labels if not CLASS_NUMBER.fullmatch(label)}
         if len(other_labels) < len({*labels}) and all(label.casefold() in NO_VALUES for label in other_labels):
-            raise UserError(f"{file} has the label {min(other_labels)}, which is not a class; leave out rows without a class")
+            label = min(other_labels)
+            raise UserError(f"{file} has the label {label}, which is not a class; leave out rows without a class")
         if all(map(DECIMAL_NUMBER.fullmatch, labels)):
             label = next(label for label in labels if not CLASS_NUMBER.fullmatch(label))
             advice = "labels are names or whole numbers; to measure no accuracy, give a folder of the images alone"
