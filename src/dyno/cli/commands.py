@@ -37,7 +37,7 @@ from dyno.study.defaults import (
     parse_trackers,
     study_of,
 )
-from dyno.study.model_source import model_name
+from dyno.study.model_names import model_name
 from dyno.study.options import MODEL_HELP
 from dyno.study.study import Study
 from dyno.worker.extras import name_lacking

@@ -14,7 +14,7 @@ from dyno.layers.agreement_tables import ORDERS, EngineComparison
 from dyno.results.correctness import TOLERANCES
 from dyno.runner.device_lock import launch_in_turn
 from dyno.study.defaults import one_model
-from dyno.study.model_source import model_name
+from dyno.study.model_names import model_name
 from dyno.study.study import Choice, Study
 from dyno.table import Table
 from dyno.worker import registry

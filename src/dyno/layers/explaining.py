@@ -25,7 +25,7 @@ from dyno.results.stats import find_center
 from dyno.results.trial_result import find_trial, load_run
 from dyno.store import check_writable
 from dyno.study.defaults import one_model
-from dyno.study.model_source import no_such
+from dyno.study.model_names import no_such
 from dyno.study.study import Choice, Study
 from dyno.table import Table
 from dyno.winner import measured_file

@@ -19,7 +19,7 @@ from dyno.study.defaults import check_weights
 from dyno.study.images import prepare_images
 from dyno.study.interpreters import explain_missing, place_recipe, runtime_of
 from dyno.study.model_info import inspect_model, list_sizes, model_spec
-from dyno.study.model_source import model_name, parse_form
+from dyno.study.model_names import model_name, parse_form
 from dyno.study.study import Choice, Study, parse_size
 from dyno.worker import registry, system
 from dyno.worker.facts.job import MODULES, UNWATCHED_ERROR, LayerGraph

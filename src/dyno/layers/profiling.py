@@ -22,7 +22,7 @@ from dyno.results.files import read_npz
 from dyno.runner.peak import find_ceilings
 from dyno.study.defaults import one_model
 from dyno.study.interpreters import runtime_of
-from dyno.study.model_source import model_name
+from dyno.study.model_names import model_name
 from dyno.study.study import Choice, Study
 from dyno.table import Table
 from dyno.worker import registry, system

@@ -43,7 +43,7 @@ from dyno.runner.execute import execute
 from dyno.runner.run_folder import find_overwritten, list_stored, read_earlier
 from dyno.study import commits
 from dyno.study.defaults import default_runner, folder_for
-from dyno.study.model_source import keeps_weights
+from dyno.study.model_names import keeps_weights
 from dyno.study.plan import TrialSelection
 from dyno.study.study import Study, name_fields
 from dyno.table import Row, Table, is_missing

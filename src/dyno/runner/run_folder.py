@@ -16,7 +16,7 @@ from dyno.formatting import format_count
 from dyno.results.notes import store_models
 from dyno.store import Run, gpu_identity, sha256_of
 from dyno.study.commits import find_head
-from dyno.study.model_source import model_name
+from dyno.study.model_names import model_name
 from dyno.study.plan import PlannedTrial, place_of, rename_model
 from dyno.study.study import Choice, Study
 from dyno.worker import registry, system

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dyno.store import gpu_identity
-from dyno.study.model_source import keeps_weights, model_name, parse_form
+from dyno.study.model_names import keeps_weights, model_name, parse_form
 from dyno.study.study import Choice, Study, name_fields
 from dyno.worker import registry
 from dyno.worker.extras import name_lacking

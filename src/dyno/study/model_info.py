@@ -31,7 +31,7 @@ from dyno.store import (
 )
 from dyno.study import commits, input_options
 from dyno.study.interpreters import explain_missing, runtime_of
-from dyno.study.model_source import explain_unknown_model, find_file, keeps_weights, model_name, stored_source
+from dyno.study.model_names import explain_unknown_model, find_file, keeps_weights, model_name, stored_source
 from dyno.study.study import Choice, Study, parse_size
 from dyno.worker import registry, system
 from dyno.worker.inspection import METADATA_FILE, Inspection

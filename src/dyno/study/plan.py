@@ -23,7 +23,7 @@ from dyno.study.model_info import (
     model_spec,
     refuse_sizes,
 )
-from dyno.study.model_source import model_name
+from dyno.study.model_names import model_name
 from dyno.study.study import Choice, Study, find_runtime, parse_size
 from dyno.worker import registry, system, tasks
 from dyno.worker.backend import Backend

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from dyno.study.model_source import find_libraries
 from dyno.study.options import (
     ClusterOptions,
     ComparisonOptions,
@@ -383,6 +382,8 @@ Study.__doc__ = (Study.__doc__ or "").format(fields=describe_fields(Study))
 def _name_source(model: Any, study: Study) -> Any:
     """Return a model as text: its path, or the file that stores a module in memory."""
     if isinstance(model, str) and model.isidentifier() and not Path(model).exists():
+        from dyno.study.model_names import find_libraries
+
         libraries = find_libraries(model)
         return f"{libraries[0]}:{model}" if len(libraries) == 1 else model
     if not _in_memory(model) and not callable(model):

@@ -32,7 +32,7 @@ from dyno.store import Run, cache_dir, guard_start, sha256_of
 from dyno.study.defaults import check_device, check_threads, check_weights
 from dyno.study.images import prepare_images, report_decoding, warn_unreadable
 from dyno.study.model_info import inspect_model, list_sizes, model_spec
-from dyno.study.model_source import model_name
+from dyno.study.model_names import model_name
 from dyno.study.study import Choice, Study
 from dyno.worker import registry, system
 from dyno.worker.extras import name_lacking

@@ -55,7 +55,7 @@ def model_name(source: str) -> str:
         return Path(source.partition(":")[2]).stem
     if folder := huggingface.split_folder(source)[1]:
         return Path(folder).name or Path(folder).resolve().name  # the name of "."
-    if registry.format_of(source) or source.endswith((*SAVED_SUFFIXES, ".pt", ".pth", ".cfg")):
+    if registry.format_of(source) or source.endswith((*SAVED_SUFFIXES, *TORCH_SUFFIXES, DARKNET_SUFFIX)):
         return Path(source).stem
     location, _, function = source.rpartition(":")
     name, bracket, arguments = function.partition("(")

@@ -7,8 +7,8 @@ import pytest
 
 from dyno import Study
 from dyno.runner.run_folder import folder_name
-from dyno.study import model_source
-from dyno.study.model_source import model_name
+from dyno.study import model_names
+from dyno.study.model_names import model_name
 
 NET = """
 import torch
@@ -39,7 +39,7 @@ def test_names_and_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.fixture
 def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_source, "list_names", lambda library: frozenset(LIBRARIES[library]))
+    monkeypatch.setattr(model_names, "list_names", lambda library: frozenset(LIBRARIES[library]))
 
 
 @pytest.mark.usefixtures("libraries")
@@ -54,9 +54,9 @@ def test_library_model_names_match_the_library() -> None:
     torchvision = pytest.importorskip("torchvision")
     timm = pytest.importorskip("timm")
     listed = {name for name in torchvision.models.list_models() if "quantized" not in name}
-    assert model_source.list_names("torchvision") >= listed
-    assert model_source.list_names("timm") >= set(timm.list_models())
-    assert model_source.find_libraries("resnet18") == ["torchvision", "timm"]
+    assert model_names.list_names("torchvision") >= listed
+    assert model_names.list_names("timm") >= set(timm.list_models())
+    assert model_names.find_libraries("resnet18") == ["torchvision", "timm"]
 
 
 @pytest.mark.parametrize(
