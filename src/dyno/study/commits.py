@@ -122,6 +122,3 @@ def _run_git(folder: Path, *args: str, env: dict[str, str] | None = None) -> sub
 
 def _find_last_line(process: subprocess.CompletedProcess[str]) -> str:
     return (process.stderr.strip().splitlines() or ["git gave no message"])[-1]
-
-
-# Files of torch.save given as a model: runnable ones, and advice on the others.
