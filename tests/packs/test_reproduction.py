@@ -1,5 +1,6 @@
 """Measuring a pack's study again: requirements, and agreement of both verdicts."""
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -16,6 +17,8 @@ from PIL import Image
 import dyno
 import synthetic
 from dyno import Study, api
+from dyno.packs.reproduction import KEPT_FIELDS, REPLACED_FIELDS
+from dyno.study.defaults import QUICK_SETTINGS
 from dyno.worker.record import write_json
 from synthetic import Way
 
@@ -201,6 +204,11 @@ def test_other_images_are_refused_before_measuring(
     assert "no data folder" in refused("reproduce", file, "-y", "--data", tmp_path / "nowhere")
 
 
+def test_only_settings_that_name_files_are_refused() -> None:
+    names = {field.name for field in dataclasses.fields(Study)}
+    assert names - {*KEPT_FIELDS, *REPLACED_FIELDS} == {"weights", "calibration", "inputs", "baseline"}
+
+
 def test_unverified_packs_are_not_run(refused: Any, tmp_path: Path) -> None:
     file = dyno.pack(stored(tmp_path / "net", [PYTORCH, ONNX]), tmp_path / "net.zip")
     assert "omit --data" in refused("reproduce", file, "-y", "--data", tmp_path)
@@ -219,7 +227,8 @@ def test_reproduce_runs_the_study_again(
     fake_study: Callable[..., Study], call: Any, tmp_path: Path, unreported: None
 ) -> None:
     """Through the command line, with jobs and the pack's settings."""
-    study = fake_study(backends=("fake@latency_ms=1", "fake@latency_ms=4"), rounds=2, samples=5)
+    settings = QUICK_SETTINGS | {"rounds": 2, "samples": 5}
+    study = fake_study(backends=("fake@latency_ms=1", "fake@latency_ms=4"), **settings)
     dyno.run(study, tmp_path / "net", quiet=True)
     code, out, err = call("reproduce", dyno.pack(tmp_path / "net", tmp_path / "net.zip"), "-y")
     assert code in (0, 1, 3), err

@@ -31,8 +31,8 @@ BUILT_IN = "digits"  # data set included in Dyno
 # Settings taken from an untrusted pack: no paths, commands or addresses.
 KEPT_FIELDS = (
     "precisions batches sizes routes reference shapes pretrained classes channels mean std task seed unreadable "
-    "compared budget limit search rounds builds seconds warmup samples interval confirm boundaries turns block until "
-    "minutes equivalent peak energy timeout build_timeout device threads"
+    "compared budget limit search rounds builds seconds warmup samples interval confirm sustained boundaries turns "
+    "block until minutes equivalent peak energy timeout build_timeout device threads"
 ).split()
 REPLACED_FIELDS = {"models", "backends", "data", "runtime", "on"}  # fields replaced by this machine's settings
 SHOWN_HASH_LENGTH = 12  # characters of a hash
