@@ -17,7 +17,7 @@ from PIL import Image
 import dyno
 import synthetic
 from dyno import Study, api
-from dyno.packs.reproduction import KEPT_FIELDS, REPLACED_FIELDS
+from dyno.packs.reproduction import KEPT_FIELDS, REPLACED_FIELDS, RatioPair
 from dyno.study.defaults import QUICK_SETTINGS
 from dyno.worker.record import write_json
 from synthetic import Way
@@ -98,8 +98,18 @@ ONCE = [Way("pytorch", statuses=("ok",)), Way("onnxruntime", seconds=0.002, stat
 
 
 def test_one_round_is_too_little_evidence(reproduced: Any) -> None:
-    _, answer = reproduced([PYTORCH, ONNX], ONCE)
+    code, answer = reproduced([PYTORCH, ONNX], ONCE)
+    assert (code, answer["outcome"]) == (3, "undecided")
+    assert answer["rankings"][0]["agrees"] is None and "not both runs name one winner" in " ".join(answer["sentences"])
     assert answer["ratios"][0]["agrees"] is None and "too little evidence" in " ".join(answer["sentences"])
+
+
+@pytest.mark.parametrize(
+    ("here", "agrees"),
+    [((0.2, 1.5, 12.0), None), ((1.9, 2.0, 2.1), True), ((3.0, 8.0, 20.0), False), ((0.1, 0.4, 1.7), False)],
+)
+def test_a_wide_interval_agrees_with_nothing(here: tuple[float, float, float], agrees: bool | None) -> None:
+    assert RatioPair("net", "onnxruntime fp32", "pytorch fp32", (1.8, 2.0, 2.2), here).agrees is agrees
 
 
 def test_two_runs_without_a_winner_are_undecided(reproduced: Any) -> None:
