@@ -78,11 +78,11 @@ def test_data_folders_without_images_are_refused(refused: Any, tmp_path: Path) -
 def test_unwritable_outputs_are_refused(refused: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert refused(*FAKE, "--out", "file").endswith(
-        "file: is a file, or a link to nothing, where a folder is needed; give another path"
+        "file is a file, or a link to nothing, where a folder is needed; give another path"
     )
     Path("link").symlink_to("nowhere")
-    assert "link: is a file, or a link to nothing, where a folder is needed" in refused(*FAKE, "--out", "link")
-    assert refused(*FAKE, "--out", "file/below").endswith("is a file where a folder is needed; give another path")
+    assert "link is a file, or a link to nothing, where a folder is needed" in refused(*FAKE, "--out", "link")
+    assert "below is a file, or a link to nothing, where a folder is needed" in refused(*FAKE, "--out", "file/below")
 
 
 @pytest.fixture

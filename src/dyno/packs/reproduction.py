@@ -22,6 +22,7 @@ from dyno.study.study import Choice, Study
 from dyno.table import is_missing
 from dyno.worker import registry
 from dyno.worker.nets.local_code import sha256_with_imports
+from dyno.worker.option_values import check_types, native, several
 from dyno.worker.spec import DECIDED, UserError, shorten
 
 LIBRARY_SOURCE = re.compile(r"(torchvision|timm|fake):[\w.]+")  # sources with installed code, not in a file
@@ -216,13 +217,17 @@ def reproduce(
     the planned run, and returns whether to start it. Raises `UserError` for a pack that can't be read, is not verified,
     or needs a file that is not here.
     """
-    file = Path(file)
+    models = several(native(model))
+    check_types(
+        {"model": models, "data": data, "out": out},
+        {"model": tuple[str, ...], "data": str | Path, "out": str | Path | None},
+    )
     with open_pack(file) as pack:
-        verification = verify_opened(pack, file)
+        verification = verify_opened(pack, Path(file))
         if verification.exit_code:
             raise UserError(f"{file} is not verified, so it isn't run; see `dyno verify {shlex.quote(str(file))}`")
         pack_run = load_run(pack.run)
-        study, unavailable = _make_study(pack, pack_run, [model] if isinstance(model, (str, Path)) else model, data)
+        study, unavailable = _make_study(pack, pack_run, models, data)
         if minutes is not None:
             study = replace(study, minutes=minutes, until=DECIDED, rounds=max(2, study.rounds))
         folder = Path(out) if out else _choose_folder(study, pack)

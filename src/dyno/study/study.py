@@ -263,6 +263,7 @@ class Study(RuntimeOptions, ClusterOptions, MeasurementOptions, DataOptions, Mod
 
         Raises `UserError` for unknown keys.
         """
+        check_types({"path": path}, {"path": str | Path})
         path = Path(path)
         try:
             table = tomllib.loads(check_regular(path, "study file").read_text(encoding="utf-8-sig"))
