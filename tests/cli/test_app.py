@@ -334,6 +334,12 @@ def test_a_missed_limit_exits_with_1_and_a_new_limit_measures_nothing(call: Any)
     assert err.startswith("dyno: no trial can be judged by the limit energy=1J: energy was not measured (--energy ")
 
 
+@pytest.mark.parametrize("margin", ["0", "-100", "nan", "inf"])
+def test_a_margin_without_meaning_is_refused_for_a_stored_run(refused: Any, root: Path, margin: str) -> None:
+    said = refused("show", root / "tests/golden/run", "--equivalent", margin)
+    assert said == f"equivalent is {float(margin)}; it must be more than 0 and at most 1,000,000,000"
+
+
 @pytest.mark.usefixtures("preloaded", "unreported")
 def test_too_little_agreement_exits_with_1(call: Any) -> None:
     words = ["diff", "fake:net", "--channels", 1, "--backend", "fake", "--precision", "fp32,int8"]
