@@ -384,6 +384,8 @@ def _name_source(model: Any, study: Study) -> Any:
 
         libraries = find_libraries(model)
         return f"{libraries[0]}:{model}" if len(libraries) == 1 else model
+    if isinstance(model, getattr(sys.modules.get("torch"), "Tensor", ())):
+        raise UserError("a tensor is not a model; give a module's example inputs as one: models=(net, (x, y))")
     if not _in_memory(model) and not callable(model):
         return native(model)
     from dyno.study import in_memory, input_options
