@@ -23,6 +23,19 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "not a run": (lambda: DYNO.load("run"), "run is not a folder; give the folder that `dyno run` wrote"),
     "run": (lambda: DYNO.run("study.toml"), "study is 'study.toml'; it must be of type Study"),
     "out": (lambda: DYNO.Study(models="no.onnx").run(5), "out is 5; it must be text or a path"),
+    "out file": (lambda: DYNO.Study("fake:net", backends="fake").run("file"), "file is a file, or a link"),
+    "below a file": (lambda: DYNO.Study("fake:net", backends="fake").run("file/x"), "file/x is a file, or a link"),
+    "retry": (lambda: DYNO.run(DYNO.Study("no.onnx"), retry_failed="no"), "retry_failed is 'no'; it must be true or"),
+    "toml": (lambda: DYNO.Study.from_toml(None), "path is None; it must be text or a path"),
+    "log": (lambda: DYNO.Result("run").log_to(None), "trackers is None; it must be text"),
+    "remeasure": (lambda: DYNO.compare("a.onnx", "b.onnx", remeasure="no"), "remeasure is 'no'; it must be true or"),
+    "pack": (lambda: DYNO.pack(None), "run is None; it must be text or a path"),
+    "packed": (lambda: DYNO.pack("run", 5), "out is 5; it must be text or a path"),
+    "verify": (lambda: DYNO.verify(b"net.zip"), "file is b'net.zip'; it must be text or a path"),
+    "reproduce": (lambda: DYNO.reproduce(5), "file is 5; it must be text or a path"),
+    "own model": (lambda: DYNO.reproduce("net.zip", model=None), "model is None; it must be text, or a list of such"),
+    "reproduced": (lambda: DYNO.reproduce("net.zip", out=5), "out is 5; it must be text or a path"),
+    "site": (lambda: DYNO.write_site("packs", None), "out is None; it must be text or a path"),
     "report": (lambda: DYNO.Result("run").report(5), "out is 5; it must be text or a path"),
     "take": (lambda: DYNO.Result("run").export(5), "trial is 5; it must be text"),
     "confusion": (lambda: DYNO.Result("run").confusion(5), "trial is 5; it must be text"),
@@ -47,6 +60,7 @@ def test_arguments_of_the_wrong_type_are_refused_in_one_line(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
     call, said = CASES[name]
     with pytest.raises(dyno.UserError) as caught:
         call()

@@ -116,6 +116,7 @@ class Result:
         """Log the trials to mlflow, wandb or tensorboard (with commas), like `dyno show --log`; return their places."""
         from dyno.report import tracking
 
+        check_types({"trackers": trackers}, {"trackers": str})
         return [*tracking.log_run(self.data, parse_trackers(trackers))]
 
     @property
@@ -164,12 +165,20 @@ def run(study: StudyData, out: str | Path | None = None, *, quiet: bool = False,
 
     `retry_failed` measures all failed trials again; without it, only those whose failure may be temporary.
     """
-    check_types({"study": study, "out": out}, {"study": StudyData, "out": str | Path | None})
+    arguments = {"study": study, "out": out, "retry_failed": retry_failed}
+    check_types(arguments, {"study": StudyData, "out": OUT, "retry_failed": bool})
     progress = Progress(quiet=quiet)
     folder, note = (Path(out), "") if out else choose_folder(study)
     if note:
         progress.note(note)
-    spread.run(study, folder, progress, retry_failed=retry_failed)
+    try:
+        spread.run(study, folder, progress, retry_failed=retry_failed)
+    except (FileExistsError, NotADirectoryError) as e:
+        if folder.is_dir():
+            raise
+        raise UserError(
+            f"{e.filename} is a file, or a link to nothing, where a folder is needed; give another path"
+        ) from e
     return Result(folder)
 
 

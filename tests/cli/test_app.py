@@ -78,11 +78,11 @@ def test_data_folders_without_images_are_refused(refused: Any, tmp_path: Path) -
 def test_unwritable_outputs_are_refused(refused: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert refused(*FAKE, "--out", "file").endswith(
-        "file: is a file, or a link to nothing, where a folder is needed; give another path"
+        "file is a file, or a link to nothing, where a folder is needed; give another path"
     )
     Path("link").symlink_to("nowhere")
-    assert "link: is a file, or a link to nothing, where a folder is needed" in refused(*FAKE, "--out", "link")
-    assert refused(*FAKE, "--out", "file/below").endswith("is a file where a folder is needed; give another path")
+    assert "link is a file, or a link to nothing, where a folder is needed" in refused(*FAKE, "--out", "link")
+    assert "below is a file, or a link to nothing, where a folder is needed" in refused(*FAKE, "--out", "file/below")
 
 
 @pytest.fixture
@@ -332,6 +332,12 @@ def test_a_missed_limit_exits_with_1_and_a_new_limit_measures_nothing(call: Any)
     assert {row["options"]: row["limit"] for row in rows} == {"latency_ms=2": "within", "latency_ms=20": "over p50"}
     _, _, err = call("show", "r", "--limit", "energy=1J", code=2)
     assert err.startswith("dyno: no trial can be judged by the limit energy=1J: energy was not measured (--energy ")
+
+
+@pytest.mark.parametrize("margin", ["0", "-100", "nan", "inf"])
+def test_a_margin_without_meaning_is_refused_for_a_stored_run(refused: Any, root: Path, margin: str) -> None:
+    said = refused("show", root / "tests/golden/run", "--equivalent", margin)
+    assert said == f"equivalent is {float(margin)}; it must be more than 0 and at most 1,000,000,000"
 
 
 @pytest.mark.usefixtures("preloaded", "unreported")

@@ -1,5 +1,6 @@
 """Measuring a pack's study again: requirements, and agreement of both verdicts."""
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -16,6 +17,8 @@ from PIL import Image
 import dyno
 import synthetic
 from dyno import Study, api
+from dyno.packs.reproduction import KEPT_FIELDS, REPLACED_FIELDS, RatioPair
+from dyno.study.defaults import QUICK_SETTINGS
 from dyno.worker.record import write_json
 from synthetic import Way
 
@@ -95,8 +98,18 @@ ONCE = [Way("pytorch", statuses=("ok",)), Way("onnxruntime", seconds=0.002, stat
 
 
 def test_one_round_is_too_little_evidence(reproduced: Any) -> None:
-    _, answer = reproduced([PYTORCH, ONNX], ONCE)
+    code, answer = reproduced([PYTORCH, ONNX], ONCE)
+    assert (code, answer["outcome"]) == (3, "undecided")
+    assert answer["rankings"][0]["agrees"] is None and "not both runs name one winner" in " ".join(answer["sentences"])
     assert answer["ratios"][0]["agrees"] is None and "too little evidence" in " ".join(answer["sentences"])
+
+
+@pytest.mark.parametrize(
+    ("here", "agrees"),
+    [((0.2, 1.5, 12.0), None), ((1.9, 2.0, 2.1), True), ((3.0, 8.0, 20.0), False), ((0.1, 0.4, 1.7), False)],
+)
+def test_a_wide_interval_agrees_with_nothing(here: tuple[float, float, float], agrees: bool | None) -> None:
+    assert RatioPair("net", "onnxruntime fp32", "pytorch fp32", (1.8, 2.0, 2.2), here).agrees is agrees
 
 
 def test_two_runs_without_a_winner_are_undecided(reproduced: Any) -> None:
@@ -201,6 +214,11 @@ def test_other_images_are_refused_before_measuring(
     assert "no data folder" in refused("reproduce", file, "-y", "--data", tmp_path / "nowhere")
 
 
+def test_only_settings_that_name_files_are_refused() -> None:
+    names = {field.name for field in dataclasses.fields(Study)}
+    assert names - {*KEPT_FIELDS, *REPLACED_FIELDS} == {"weights", "calibration", "inputs", "baseline"}
+
+
 def test_unverified_packs_are_not_run(refused: Any, tmp_path: Path) -> None:
     file = dyno.pack(stored(tmp_path / "net", [PYTORCH, ONNX]), tmp_path / "net.zip")
     assert "omit --data" in refused("reproduce", file, "-y", "--data", tmp_path)
@@ -219,7 +237,8 @@ def test_reproduce_runs_the_study_again(
     fake_study: Callable[..., Study], call: Any, tmp_path: Path, unreported: None
 ) -> None:
     """Through the command line, with jobs and the pack's settings."""
-    study = fake_study(backends=("fake@latency_ms=1", "fake@latency_ms=4"), rounds=2, samples=5)
+    settings = QUICK_SETTINGS | {"rounds": 2, "samples": 5}
+    study = fake_study(backends=("fake@latency_ms=1", "fake@latency_ms=4"), **settings)
     dyno.run(study, tmp_path / "net", quiet=True)
     code, out, err = call("reproduce", dyno.pack(tmp_path / "net", tmp_path / "net.zip"), "-y")
     assert code in (0, 1, 3), err

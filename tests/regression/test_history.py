@@ -146,7 +146,7 @@ def test_invalid_histories_are_refused(copied: Callable[..., Path], refused: Any
     assert refused("show", runs[0], runs[0]) == "a run is named twice; name each once"
     with pytest.raises(dyno.UserError, match="two runs or more"):
         dyno.read_history(runs[0])
-    for words in (("--table", "sizes"), ("--over-time", tmp_path / "t.svg")):
+    for words in (("--table", "sizes"), ("--over-time", tmp_path / "t.svg"), ("--limit", "p99=5ms")):
         assert refused("show", *runs, *words).startswith(f"{words[0]} is for one run, not for 2")
     for path in runs[1].glob("trials/*/*/job.json"):
         edit(path, lambda job: job["trial"]["model"].update(name="another"))

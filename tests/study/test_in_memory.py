@@ -335,6 +335,12 @@ def test_modules_that_change_between_calls_are_not_frozen(kind: Any) -> None:
     assert not torch.equal(dropping(x), dropping(x)), "what PyTorch draws is drawn again"
 
 
+@pytest.mark.parametrize("models", [(torch.nn.ReLU(), torch.zeros(1, 3), torch.zeros(1)), torch.zeros(1, 3)])
+def test_a_tensor_is_not_a_model(models: Any) -> None:
+    with pytest.raises(UserError, match=r"a tensor is not a model; .* models=\(net, \(x, y\)\)"):
+        Study(models=models)
+
+
 def test_unexportable_modules_are_refused_in_one_line(nets: Any) -> None:
     with pytest.raises(UserError, match=r"Bad can't be handed to other processes .* give that as FILE.py:FUNCTION"):
         dyno.Study(models=(Bad(), torch.randn(2, 3)))

@@ -337,8 +337,8 @@ def show(
         _write_over_time(_take_one(runs, "--over-time"), over_time, trials, overrides)
         return
     if len(runs) > 1:
-        if table:
-            _take_one(runs, "--table")
+        for option in ["--table"] * bool(table) + ["--limit"] * ("limit" in overrides):
+            _take_one(runs, option)
         _show_history(runs, out, "" if is_drawn else format, by, columns, overrides)
     else:
         _show_run(runs[0], out, format, by, table, columns, overrides)

@@ -16,6 +16,7 @@ from typing import Any
 
 from dyno.results.files import read_npz
 from dyno.worker.facts.json_values import INTEGER_LIMIT
+from dyno.worker.option_values import check_types
 from dyno.worker.record import read_json
 from dyno.worker.spec import UserError, shorten
 
@@ -49,6 +50,7 @@ def open_pack(file: str | Path) -> Iterator[OpenPack]:
     Raises `UserError` for a file that is no pack, is damaged, has another schema or exceeds the limits. Sizes are
     counted while reading; the file's own statements are not trusted.
     """
+    check_types({"file": file}, {"file": str | Path})
     file = Path(file)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)

@@ -26,6 +26,7 @@ from dyno.runner import self_test
 from dyno.runner.run_folder import read_earlier
 from dyno.store import check_writable
 from dyno.study.study import Study
+from dyno.worker.option_values import check_types
 from dyno.worker.record import read_json, replace_file, save_arrays, write_json, write_text
 from dyno.worker.spec import UserError, to_json
 
@@ -98,6 +99,7 @@ def pack(run: str | Path, out: str | Path | None = None, *, with_names: bool = F
     badge next to it, `NAME.card.md` and `NAME.svg`. Raises `UserError` for a folder that is no run or is too large, and
     for a file that doesn't end in .zip.
     """
+    check_types({"run": run, "out": out}, {"run": str | Path, "out": str | Path | None})
     folder = Path(run)
     results = self_test.attach(load_run(folder))
     folders = [folder.absolute(), folder.resolve(), Path.cwd(), Path.home()]

@@ -22,6 +22,7 @@ from dyno.study.study import Choice, Study
 from dyno.table import is_missing
 from dyno.worker import registry
 from dyno.worker.nets.local_code import sha256_with_imports
+from dyno.worker.option_values import check_types, native, several
 from dyno.worker.spec import DECIDED, UserError, shorten
 
 LIBRARY_SOURCE = re.compile(r"(torchvision|timm|fake):[\w.]+")  # sources with installed code, not in a file
@@ -31,8 +32,8 @@ BUILT_IN = "digits"  # data set included in Dyno
 # Settings taken from an untrusted pack: no paths, commands or addresses.
 KEPT_FIELDS = (
     "precisions batches sizes routes reference shapes pretrained classes channels mean std task seed unreadable "
-    "compared budget limit search rounds builds seconds warmup samples interval confirm boundaries turns block until "
-    "minutes equivalent peak energy timeout build_timeout device threads"
+    "compared budget limit search rounds builds seconds warmup samples interval confirm sustained boundaries turns "
+    "block until minutes equivalent peak energy timeout build_timeout device threads"
 ).split()
 REPLACED_FIELDS = {"models", "backends", "data", "runtime", "on"}  # fields replaced by this machine's settings
 SHOWN_HASH_LENGTH = 12  # characters of a hash
@@ -45,7 +46,7 @@ Key = tuple[str, ...]
 class RatioPair:
     """A configuration's speed-up over its reference in the pack and here, each as (low, value, high).
 
-    `agrees` is whether the intervals overlap; None if one of them has no limits.
+    `agrees` is whether the intervals overlap; None if one of them is missing, or overlaps because it is too wide.
     """
 
     where: str
@@ -56,15 +57,16 @@ class RatioPair:
 
     @property
     def agrees(self) -> bool | None:
-        for low, _, high in (self.pack, self.here):
-            if math.isnan(low) or math.isnan(high) or (low <= 0 and math.isinf(high)):
-                return None
-        return self.pack[0] <= self.here[2] and self.here[0] <= self.pack[2]
+        ranges = self.pack, self.here
+        if self.pack[2] < self.here[0] or self.here[2] < self.pack[0]:
+            return False
+        are_clear = all(format_ratio(value, low, high) != UNCLEAR_WORD for low, value, high in ranges)
+        return True if are_clear and not any(math.isnan(low) for low, _, _ in ranges) else None
 
     @property
     def sentence(self) -> str:
         ranges = self.pack, self.here
-        ratios = [UNCLEAR_WORD if math.isnan(value) else format_ratio(value, low, high) for low, value, high in ranges]
+        ratios = [format_ratio(value, low, high) for low, value, high in ranges]
         outcomes = {True: "the intervals overlap", None: "too little evidence to compare them"}
         outcome = outcomes.get(self.agrees, "a difference larger than the noise of both")
         name = f"{self.where}: {self.configuration} over {self.reference}"
@@ -82,16 +84,18 @@ class RankingPair:
 
     @property
     def agrees(self) -> bool | None:
-        """Whether one side's winner is the other's candidate; None if a side has no candidate or both have several."""
-        if not (self.pack and self.here) or min(len(self.pack), len(self.here)) > 1:
+        """Whether both winners are the same; None if a side has no candidate, or several that allow the same winner."""
+        if not (self.pack and self.here):
             return None
-        return self.pack[0] in self.here or self.here[0] in self.pack
+        if len(self.pack) == len(self.here) == 1:
+            return self.pack == self.here
+        return None if {*self.pack} & {*self.here} else False
 
     @property
     def sentence(self) -> str:
         if not (self.pack and self.here):
             return f"{self.where}, {self.by}: the winners can't be compared."
-        outcomes = {True: "the same ranking", False: "another ranking", None: "neither run names one winner"}
+        outcomes = {True: "the same ranking", False: "another ranking", None: "not both runs name one winner"}
         outcome, pack, here = outcomes[self.agrees], *(join_names(list(names)) for names in (self.pack, self.here))
         return f"{self.where}, {self.by}: {outcome}: {pack} in the pack, {here} here."
 
@@ -213,13 +217,17 @@ def reproduce(
     the planned run, and returns whether to start it. Raises `UserError` for a pack that can't be read, is not verified,
     or needs a file that is not here.
     """
-    file = Path(file)
+    models = several(native(model))
+    check_types(
+        {"model": models, "data": data, "out": out},
+        {"model": tuple[str, ...], "data": str | Path, "out": str | Path | None},
+    )
     with open_pack(file) as pack:
-        verification = verify_opened(pack, file)
+        verification = verify_opened(pack, Path(file))
         if verification.exit_code:
             raise UserError(f"{file} is not verified, so it isn't run; see `dyno verify {shlex.quote(str(file))}`")
         pack_run = load_run(pack.run)
-        study, unavailable = _make_study(pack, pack_run, [model] if isinstance(model, (str, Path)) else model, data)
+        study, unavailable = _make_study(pack, pack_run, models, data)
         if minutes is not None:
             study = replace(study, minutes=minutes, until=DECIDED, rounds=max(2, study.rounds))
         folder = Path(out) if out else _choose_folder(study, pack)

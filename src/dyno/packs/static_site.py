@@ -24,6 +24,7 @@ from dyno.results.trial_result import load_run
 from dyno.store import check_writable
 from dyno.table import LINK_KEY, TEXT, Column, Row, Table, is_missing
 from dyno.worker.extras import name_lacking
+from dyno.worker.option_values import check_types
 from dyno.worker.record import refuse_links, write_text
 from dyno.worker.spec import UserError, clean_text, shorten
 
@@ -52,6 +53,7 @@ def write_site(packs: str | Path, out: str | Path) -> Table:
 
     `problem` is the reason for a missing verdict or report. Raises `UserError` for a folder without packs.
     """
+    check_types({"packs": packs, "out": out}, dict.fromkeys(("packs", "out"), str | Path))
     packs, out = Path(packs), Path(out)
     if libraries := list_missing():
         raise UserError(name_lacking(libraries))

@@ -86,7 +86,7 @@ def compare(
     out: options.NewOut = "",
     format: options.Format = "text",
 ) -> None:
-    """Say whether B is slower than A: runs, files, commits, versions. Exit 1 if B got worse, 3 if undecided."""
+    """Say whether B is slower than A: runs, files, commits, versions. Exit 1 if it is, 3 if a gate is undecided."""
     from dyno.regression import comparison
 
     versions = options.take_options(BisectOptions, overrides)

@@ -48,6 +48,7 @@ from dyno.study.plan import TrialSelection
 from dyno.study.study import Study, name_fields
 from dyno.table import Row, Table, is_missing
 from dyno.video import tables as videos
+from dyno.worker.option_values import check_types
 from dyno.worker.record import write_text
 from dyno.worker.spec import UserError
 from dyno.worker.spec import clean_text as drop_controls
@@ -180,6 +181,7 @@ def compare(
     `settings` are fields of `dyno.Study` and of the rules: fail_on, tolerance, least, rtol, atol, any_outputs. The run
     folder is `out`, or a new one below runs/compare. Raises `UserError` if nothing can be compared.
     """
+    check_types({"remeasure": remeasure, "commits": commits}, {"remeasure": bool, "commits": str})
     settings = name_fields(settings)
     rules = GateRules(**{name: settings.pop(name) for name in RULE_NAMES if name in settings})
     sources = [source for source in (a, b) if source is not None]

@@ -24,6 +24,7 @@ from dyno.results.run_data import RunData
 from dyno.results.stats import IN_TURNS
 from dyno.results.trial_result import TrialResult, by_build
 from dyno.table import Row, is_missing
+from dyno.worker.option_values import check_positive
 from dyno.worker.spec import ADAPTIVE_RULES, DEFAULT_ROUNDS, EVERY_ROW
 
 if TYPE_CHECKING:
@@ -417,6 +418,8 @@ MIN_ROUNDS = 2  # shared rounds needed for a spread
 def make_rule(settings: Mapping[str, Any], equivalent: float | None = None) -> stats.Rule:
     """Return the study's decision rule from its settings; `equivalent` (percent) overrides theirs."""
     percent = settings.get("equivalent") if equivalent is None else equivalent
+    if percent is not None:
+        check_positive("equivalent", float(percent))
     margin = stats.Rule.margin if percent is None else float(percent) / 100
     return stats.Rule(
         margin, int(settings.get("rounds", DEFAULT_ROUNDS)) if settings.get("until") in ADAPTIVE_RULES else 0

@@ -30,7 +30,7 @@ from dyno.study.options import (
 )
 from dyno.worker import tasks
 from dyno.worker.jobs.turns import MIN_BLOCKS
-from dyno.worker.option_values import MAX_EXACT_INTEGER, check_range, check_types, native, several
+from dyno.worker.option_values import MAX_EXACT_INTEGER, check_positive, check_range, check_types, native, several
 from dyno.worker.record import check_regular
 from dyno.worker.spec import (
     ADAPTIVE_RULES,
@@ -47,7 +47,6 @@ from dyno.worker.spec import (
     usual_name,
 )
 
-MAX_NUMBER = 1e9  # seconds, minutes and percent
 MAX_PIXEL_VALUE = 2.0  # mean and std of an image; values for pixels of 0 to 255 are larger
 MAX_ROUNDS, MAX_BATCH, MAX_SIZE = 10_000, 2**31 - 1, 1_000_000  # MAX_SIZE is pixels of a side
 # Ranges of integer fields.
@@ -214,10 +213,8 @@ class Study(RuntimeOptions, ClusterOptions, MeasurementOptions, DataOptions, Mod
                 f"give --rounds {self.builds} or more"
             )
         for name in ("seconds", "warmup", "interval", "timeout", "build_timeout", "block", "equivalent", "minutes"):
-            if getattr(self, name) is not None and not 0 < getattr(self, name) <= MAX_NUMBER:
-                raise UserError(
-                    f"{name} is {getattr(self, name)}; it must be more than 0 and at most {MAX_NUMBER:,.0f}"
-                )
+            if getattr(self, name) is not None:
+                check_positive(name, getattr(self, name))
         if any(batch < 1 for batch in self.batches):
             raise UserError(f"batch sizes must be whole numbers of at least 1, not {', '.join(map(str, self.batches))}")
         for batch in self.batches:
@@ -263,6 +260,7 @@ class Study(RuntimeOptions, ClusterOptions, MeasurementOptions, DataOptions, Mod
 
         Raises `UserError` for unknown keys.
         """
+        check_types({"path": path}, {"path": str | Path})
         path = Path(path)
         try:
             table = tomllib.loads(check_regular(path, "study file").read_text(encoding="utf-8-sig"))
@@ -386,6 +384,8 @@ def _name_source(model: Any, study: Study) -> Any:
 
         libraries = find_libraries(model)
         return f"{libraries[0]}:{model}" if len(libraries) == 1 else model
+    if isinstance(model, getattr(sys.modules.get("torch"), "Tensor", ())):
+        raise UserError("a tensor is not a model; give a module's example inputs as one: models=(net, (x, y))")
     if not _in_memory(model) and not callable(model):
         return native(model)
     from dyno.study import in_memory, input_options

@@ -12,6 +12,7 @@ from typing import Any
 from dyno.worker.spec import Option, UserError
 
 INTEGER_LIMIT = 2**31
+MAX_NUMBER = 1e9  # seconds, minutes and percent
 MAX_EXACT_INTEGER = 2**53  # largest exact integer of JSON and tables
 MAX_SHOWN_LENGTH = 80  # characters of a value in a message
 TYPE_WORDS: dict[Any, str] = {
@@ -131,6 +132,12 @@ def check_range(name: str, value: float, minimum: float, maximum: float) -> None
             f"{name} is {value:,}; it must be "
             + (f"at least {minimum:,}" if value < minimum else f"at most {maximum:,}")
         )
+
+
+def check_positive(name: str, value: float) -> None:
+    """Raise a `UserError` for a number of seconds, minutes or percent that isn't positive or is absurd."""
+    if not 0 < value <= MAX_NUMBER:
+        raise UserError(f"{name} is {value}; it must be more than 0 and at most {MAX_NUMBER:,.0f}")
 
 
 def _whole_numbers(value: Any) -> Iterator[int]:
