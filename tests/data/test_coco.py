@@ -226,6 +226,7 @@ BAD = {
     "annotation 2 of 002.jpg: bbox is None": {"bbox": None},
     "annotation 2: there is no category with id 3": {"category_id": 3},
     "annotation 2: there is no image with id 999": {"image_id": 999},
+    "annotation 2: there is no category with id [7]": {"category_id": [7]},
     "annotation 2 of 002.jpg: a polygon has 2 points; it needs three": {"segmentation": [[1, 1, 5, 5]]},
     "annotation 2 of 002.jpg: the polygon's point (1, 88) lies outside": {"segmentation": [[1, 1, 5, 5, 1, 88]]},
     "annotation 2 of 002.jpg: segmentation is neither": {"segmentation": "none"},
@@ -259,6 +260,8 @@ def test_mismatched_and_missing_images_are_named(coco: Any, make: Any) -> None:
     tables = drawn.coco_file(6)
     tables["images"][1]["width"] = 640
     refuses(r"001.jpg is 60 x 80 pixels, but instances_val2017.json says 640 x 80", make, coco(**tables))
+    tables["images"][1] |= {"width": "60", "height": "80"}
+    refuses(r"the size of 001.jpg is '60' x '80'; give numbers of pixels", make, coco(**tables))
     folder = coco()
     (folder / "val2017/004.jpg").unlink()
     refuses(r"1 of 6 images of instances_val2017.json are not in .*val2017, e.g. 004.jpg; leave", make, folder)
@@ -295,6 +298,7 @@ def test_non_coco_files_are_refused(coco: Any, make: Any) -> None:
             {**tables, "images": [tables["images"][0], {"file_name": "./000.jpg", "id": 77}]}
         ): "lists 000.jpg twice",
         json.dumps({**tables, "images": [{"id": 1, "file_name": 3}]}): "a file_name among its images is not a string",
+        json.dumps({**tables, "categories": [{"id": 1, "name": {}}]}): "a name among its categories is not a string",
         json.dumps({**tables, "categories": [{"id": 1, "name": "a"}, {"id": "x", "name": "b"}]}): "neither all numbers",
         "[" * 100_000: "is not JSON",
     }.items():

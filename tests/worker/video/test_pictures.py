@@ -129,7 +129,9 @@ def copy_video(path: Path, out: Path, codec: str) -> list[str]:
 
 
 @pytest.mark.parametrize("suffix", [".mkv", ".ts"])
-@pytest.mark.parametrize(("codec", "container"), [("", ".mp4"), ("mpeg4", ".mp4"), ("mpeg4", ".mkv"), ("mjpeg", ".mov")])
+@pytest.mark.parametrize(
+    ("codec", "container"), [("", ".mp4"), ("mpeg4", ".mp4"), ("mpeg4", ".mkv"), ("mjpeg", ".mov")]
+)
 def test_uneven_times_are_kept_by_every_codec(tmp_path: Path, suffix: str, codec: str, container: str) -> None:
     """A transport stream's clock has 90,000 ticks per second, MPEG-4's at most 65,535."""
     frames, out = videos.pictures(len(UNEVEN_MS), 64, 96), tmp_path / f"out{container}"
