@@ -23,7 +23,9 @@ from dyno.worker.spec import UserError
 UTF16_MARKS = codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE  # PowerShell redirects in UTF-16
 LOG_LINE = re.compile(r"\[[VIWEF]\] (.*)")
 RUNNING_LINE = re.compile(r"&&&& RUNNING \S+ (?:\[TensorRT v(\d+)\])?.*?# (.*)")
-FAILED_LINE = re.compile(r"&&&& FAILED")
+# Tools put prefixes before lines, but no quotes.
+FAILED_LINE = re.compile(r"^[^\"'\n]*&&&& FAILED", re.M)
+ERROR_LINE = re.compile(r"^[^\"'\n]*\[E\] (.*)", re.M)
 BINDING_LINE = re.compile(r"Input binding for (.+) with dimensions ([\dx]+)(?: and type \S+)? is created")
 MEDIAN_VALUE = re.compile(r"median = (\S+) ms")
 EXPORTED_TIMES = re.compile(r"\s*\[\s*[{\]]")
@@ -129,7 +131,7 @@ def _parse_log(text: str, name: str) -> TrtexecReport:
 
 def _explain_no_summary(text: str) -> str:
     """Return the reason why a log has no summary, or one of a failed run, as the end of a sentence."""
-    error = re.search(r"\[[\d/:-]+\] \[E\] (.*)", text)
+    error = ERROR_LINE.search(text)
     if error or FAILED_LINE.search(text):
         return f"is the log of a run that failed: {error[1].strip() if error else 'trtexec gives no reason'}"
     if re.search("^&&&& RUNNING", text, re.M):
