@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from pycocotools import mask
 from pycocotools.coco import COCO
 
 import drawn
@@ -199,14 +200,18 @@ def test_run_lengths_and_crowds(coco: Any, make: Any) -> None:
     del one["area"]
     found = truth(make(coco(**tables)))["annotations"][0]
     assert (found["area"], found["iscrowd"], found["segmentation"]) == (50.0, 1, one["segmentation"])
-    one["segmentation"]["counts"][0] = 99
+    one["area"] = 0  # as a placeholder
+    assert truth(make(coco(**tables)))["annotations"][0]["area"] == 50
+    whole = np.zeros((64, 96), np.uint8, order="F")
+    whole[3:10, 5:9] = 1
+    one["segmentation"] = {"size": [64, 96], "counts": mask.encode(whole)["counts"].decode()}
+    assert truth(make(coco(**tables)))["annotations"][0]["area"] == 28
+    one["segmentation"] = {"size": [64, 96], "counts": [99, 50, 64 * 96 - 150]}
     refuses(r"annotation 0 of 000.jpg: the mask's run lengths don't fit an image of 96 x 64", make, coco(**tables))
 
 
 def test_packed_run_lengths_are_validated(coco: Any, make: Any) -> None:
     """An evaluation once hung in pycocotools on invalid run lengths."""
-    from pycocotools import mask
-
     tables = drawn.coco_file(6)
     one = tables["annotations"][0]
     whole = np.zeros((64, 96), np.uint8, order="F")

@@ -282,7 +282,8 @@ def _check_object(
     area = annotation.get("area")
     if area is not None and not (_is_number_list([area]) and area >= 0):
         raise UserError(f"{origin}: area is {str(area)[:30]}, not a number of square pixels")
-    result["area"] = _compute_area(result) if area is None else float(area)
+    # Tools without areas write 0, beside which any distance between keypoints would be too large.
+    result["area"] = float(area) if area else _compute_area(result)
     if names:
         points = annotation.get("keypoints") or [0] * (3 * len(names))
         if not _is_number_list(points) or len(points) != 3 * len(names):
@@ -297,8 +298,7 @@ def _check_object(
 def _check_mask(mask: Any, size: tuple[int, int], origin: str) -> Any:
     """Return the mask: polygons, or a run-length encoding of the image's size; raise `UserError` for others."""
     if isinstance(mask, dict):
-        counts = mask.get("counts")
-        runs = _unpack_runs(counts) if isinstance(counts, str) else counts if isinstance(counts, list) else []
+        runs = _list_runs(mask.get("counts"))
         is_complete = all(type(run) is int and run >= 0 for run in runs) and sum(runs) == size[0] * size[1]
         if mask.get("size") != list(size) or not is_complete:
             raise UserError(f"{origin}: the mask's run lengths don't fit an image of {size[1]} x {size[0]} pixels")
@@ -306,6 +306,10 @@ def _check_mask(mask: Any, size: tuple[int, int], origin: str) -> Any:
     if not isinstance(mask, list) or not all(_is_number_list(points) for points in mask):
         raise UserError(f"{origin}: segmentation is neither a list of polygons nor a run-length encoding")
     return [check_polygon(points, size, origin) for points in mask]
+
+
+def _list_runs(counts: Any) -> list[Any]:
+    return _unpack_runs(counts) if isinstance(counts, str) else counts if isinstance(counts, list) else []
 
 
 def _unpack_runs(text: str) -> list[int]:
@@ -331,15 +335,15 @@ def _unpack_runs(text: str) -> list[int]:
 
 
 def _compute_area(annotation: Annotation) -> float:
-    """Return the object's area in square pixels, for files without areas.
+    """Return the object's area in square pixels, for files without areas or with areas of 0.
 
-    It is the area of polygons or of run lengths; of the box for packed run lengths or without a mask.
+    It is the area of polygons or of run lengths; of the box without a mask.
     """
     mask = annotation.get("segmentation")
     if isinstance(mask, list):
         return sum(compute_polygon_area(points) for points in mask)
-    if mask and isinstance(mask["counts"], list):
-        return float(sum(mask["counts"][1::2]))
+    if mask:
+        return float(sum(_list_runs(mask["counts"])[1::2]))
     return float(annotation["bbox"][2] * annotation["bbox"][3])
 
 
