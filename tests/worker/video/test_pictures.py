@@ -141,6 +141,22 @@ def test_uneven_times_are_kept_by_every_codec(tmp_path: Path, suffix: str, codec
     np.testing.assert_allclose(seconds - seconds[0], np.array(UNEVEN_MS) / 1000, atol=0.001)
 
 
+@pytest.mark.parametrize("container", [".ts", ".mpg", ".y4m", ".ogv"])
+@pytest.mark.parametrize("suffix", [".mkv", ".ts"])
+def test_codecs_and_containers_of_constant_rate_are_written(tmp_path: Path, suffix: str, container: str) -> None:
+    frames = videos.pictures(len(UNEVEN_MS), 64, 96)
+    even = videos.write(tmp_path / f"even{suffix}", frames, options={"bf": "0"})
+    assert copy_video(even, tmp_path / f"out{container}", "") == []
+    seconds = np.array(videos.read(tmp_path / f"out{container}")[1])
+    np.testing.assert_allclose(seconds - seconds[0], np.arange(len(UNEVEN_MS)) / videos.RATE, atol=0.002)
+
+
+def test_frames_that_a_codec_cant_encode_are_refused(tmp_path: Path) -> None:
+    uneven = videos.write(tmp_path / "uneven.mkv", videos.pictures(len(UNEVEN_MS), 64, 96), times=UNEVEN_MS)
+    said = "mpeg1video can't encode 96 x 64 at 2.2 frames/s; give .mp4, or --codec h264"
+    refuses(said, copy_video, uneven, tmp_path / "out.mpg", "")
+
+
 def test_a_container_of_constant_rate_says_how_far_frames_were_moved(tmp_path: Path) -> None:
     uneven = videos.write(tmp_path / "uneven.mkv", videos.pictures(len(UNEVEN_MS), 64, 96), times=UNEVEN_MS)
     assert copy_video(uneven, tmp_path / "out.avi", "") == [

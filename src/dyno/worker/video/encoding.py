@@ -49,9 +49,11 @@ CONTAINER_OPTIONS = {
 CODEC_PIXELS = {"mjpeg": ("yuvj420p",)}
 # Codecs and containers that store the aspect of non-square pixels
 ASPECT_CODECS, ASPECT_CONTAINERS = ("h264", "hevc", "mpeg4", "mjpeg"), (".mp4", ".mov", ".m4v")
-CONSTANT_CONTAINERS = (".avi",)  # containers whose frames have no times, only a rate
+# Containers whose frames have no times, only a rate, and codecs that need one; ticks per second of coarse clocks
+CONSTANT_CONTAINERS = (".avi", ".y4m", ".mjpeg", ".ogv", ".h264", ".264", ".h265", ".265", ".hevc")
+CONSTANT_CODECS = ("mpeg1video", "mpeg2video", "h263")
+CLOCK_LIMITS = {"mpeg4": 65_535, "gif": 100}
 MIN_SHIFT_S = 0.1  # shift of a frame from which it is mentioned
-SHORT_CLOCK_CODECS, MAX_SHORT_CLOCK = ("mpeg4",), 65_535  # codecs whose clock has 16 bits; its ticks per second
 CODECS_CHOICE = 0  # FFmpeg's AV_PICTURE_TYPE_NONE: the codec, not the source, chooses a frame's kind
 DEFAULT_RATE = 30  # for a source without a rate
 PIECE_S = 1  # seconds between key frames, which also end a fragment of an MP4
@@ -87,7 +89,12 @@ class VideoSink(Sink):
         picture, stream = self._convert_picture(frame.picture), self._stream
         picture.time_base, picture.pts = stream.codec_context.time_base, self._compute_time(frame)
         self._mux_sound(frame.packets, self._container)
-        self._container.mux(stream.encode(picture))
+        try:
+            packets = stream.encode(picture)
+        except ValueError as e:
+            kind = f"{stream.width} x {stream.height} at {float(stream.codec_context.framerate):.3g} frames/s"
+            raise UserError(f"{self._codec} can't encode {kind}; give .mp4, or --codec h264") from e
+        self._container.mux(packets)
         self.written += 1
 
     def _convert_picture(self, picture: Picture) -> Any:
@@ -134,7 +141,8 @@ class VideoSink(Sink):
         if self._resized:
             self._notes.append(f"{self._resized} frames had another size than the first and were resized to it")
         if self._shift_s > MIN_SHIFT_S:
-            reason = f"{self._path.suffix} has a constant rate: frames were moved by up to {self._shift_s:.2f} s"
+            kind = self._codec if self._codec in CONSTANT_CODECS else self._path.suffix
+            reason = f"{kind} has a constant rate: frames were moved by up to {self._shift_s:.2f} s"
             self._notes.append(f"{reason}; .mkv and .mp4 keep the times of the source")
         return self._notes
 
@@ -168,10 +176,11 @@ class VideoSink(Sink):
         if self._template is not None:
             time_base = find_video_stream(self._template).time_base or time_base
             self._add_sound()
-        is_constant = self._template is None or self._path.suffix.lower() in CONSTANT_CONTAINERS
-        has_short_clock = self._codec in SHORT_CLOCK_CODECS and time_base.denominator > MAX_SHORT_CLOCK
-        self._has_source_clock = not (is_constant or has_short_clock)
-        own_clock = 1 / rate if is_constant else Fraction(1, MAX_SHORT_CLOCK)
+        is_constant = self._path.suffix.lower() in CONSTANT_CONTAINERS or self._codec in CONSTANT_CODECS
+        is_constant = is_constant or self._template is None
+        limit = CLOCK_LIMITS.get(self._codec, time_base.denominator)
+        self._has_source_clock = not is_constant and time_base.denominator <= limit
+        own_clock = 1 / rate if is_constant else Fraction(1, limit)
         stream.codec_context.time_base = time_base if self._has_source_clock else own_clock
 
     def _choose_written_size(self, picture: Picture) -> tuple[int, int]:
