@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from pycocotools import mask
 from pycocotools.coco import COCO
 
 import drawn
@@ -199,14 +200,18 @@ def test_run_lengths_and_crowds(coco: Any, make: Any) -> None:
     del one["area"]
     found = truth(make(coco(**tables)))["annotations"][0]
     assert (found["area"], found["iscrowd"], found["segmentation"]) == (50.0, 1, one["segmentation"])
-    one["segmentation"]["counts"][0] = 99
+    one["area"] = 0  # as a placeholder
+    assert truth(make(coco(**tables)))["annotations"][0]["area"] == 50
+    whole = np.zeros((64, 96), np.uint8, order="F")
+    whole[3:10, 5:9] = 1
+    one["segmentation"] = {"size": [64, 96], "counts": mask.encode(whole)["counts"].decode()}
+    assert truth(make(coco(**tables)))["annotations"][0]["area"] == 28
+    one["segmentation"] = {"size": [64, 96], "counts": [99, 50, 64 * 96 - 150]}
     refuses(r"annotation 0 of 000.jpg: the mask's run lengths don't fit an image of 96 x 64", make, coco(**tables))
 
 
 def test_packed_run_lengths_are_validated(coco: Any, make: Any) -> None:
     """An evaluation once hung in pycocotools on invalid run lengths."""
-    from pycocotools import mask
-
     tables = drawn.coco_file(6)
     one = tables["annotations"][0]
     whole = np.zeros((64, 96), np.uint8, order="F")
@@ -226,6 +231,7 @@ BAD = {
     "annotation 2 of 002.jpg: bbox is None": {"bbox": None},
     "annotation 2: there is no category with id 3": {"category_id": 3},
     "annotation 2: there is no image with id 999": {"image_id": 999},
+    "annotation 2: there is no category with id [7]": {"category_id": [7]},
     "annotation 2 of 002.jpg: a polygon has 2 points; it needs three": {"segmentation": [[1, 1, 5, 5]]},
     "annotation 2 of 002.jpg: the polygon's point (1, 88) lies outside": {"segmentation": [[1, 1, 5, 5, 1, 88]]},
     "annotation 2 of 002.jpg: segmentation is neither": {"segmentation": "none"},
@@ -259,6 +265,8 @@ def test_mismatched_and_missing_images_are_named(coco: Any, make: Any) -> None:
     tables = drawn.coco_file(6)
     tables["images"][1]["width"] = 640
     refuses(r"001.jpg is 60 x 80 pixels, but instances_val2017.json says 640 x 80", make, coco(**tables))
+    tables["images"][1] |= {"width": "60", "height": "80"}
+    refuses(r"the size of 001.jpg is '60' x '80'; give numbers of pixels", make, coco(**tables))
     folder = coco()
     (folder / "val2017/004.jpg").unlink()
     refuses(r"1 of 6 images of instances_val2017.json are not in .*val2017, e.g. 004.jpg; leave", make, folder)
@@ -295,6 +303,7 @@ def test_non_coco_files_are_refused(coco: Any, make: Any) -> None:
             {**tables, "images": [tables["images"][0], {"file_name": "./000.jpg", "id": 77}]}
         ): "lists 000.jpg twice",
         json.dumps({**tables, "images": [{"id": 1, "file_name": 3}]}): "a file_name among its images is not a string",
+        json.dumps({**tables, "categories": [{"id": 1, "name": {}}]}): "a name among its categories is not a string",
         json.dumps({**tables, "categories": [{"id": 1, "name": "a"}, {"id": "x", "name": "b"}]}): "neither all numbers",
         "[" * 100_000: "is not JSON",
     }.items():

@@ -17,6 +17,7 @@ from PIL import Image
 
 from dyno import data as dyno_data
 from dyno.data import cache as store
+from dyno.data import photos
 from dyno.data.decode import Transform
 from dyno.data.photos import stratified_order
 from dyno.worker.nets import models
@@ -130,6 +131,17 @@ def test_calibration_excludes_test_images(tmp_path: Path, make: Any) -> None:
     assert set(found["labels"][found["calibration"]]) == {-1}
     refuses("every calibration image is also a test image", make, folder, calibration=folder)
     refuses("no calibration folder", make, folder, calibration=tmp_path / "none")
+
+
+def test_a_whole_disk_is_not_searched_for_images(tmp_path: Path, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, disk = fill(tmp_path / "d", {"a": 4}), fill(tmp_path / "disk", {"": 2}, seed=50)
+    for number in range(21):
+        (disk / f"{number}.so").touch()
+    assert len(arrays(make(folder, calibration=disk))["calibration"]) == 2
+    monkeypatch.setattr(photos, "MAX_OTHER_FILES", 20)
+    refuses("disk holds more than 20 files that are not images; give the folder of", make, folder, calibration=disk)
+    monkeypatch.setattr(photos, "MAX_OTHERS_PER_IMAGE", 11)  # labels beside images
+    assert len(arrays(make(folder, calibration=disk))["calibration"]) == 2
 
 
 @pytest.mark.parametrize(

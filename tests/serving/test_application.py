@@ -91,6 +91,8 @@ class Changes(Base):
     def preprocess(self, request): return np.ones((request, 4), np.float32)
 class Text(Base):
     def preprocess(self, request): return "text"
+class Unset(Base):
+    def preprocess(self, request): return np.full((1, 4), np.nan, np.float32)
 class Idle(Base):
     def predict(self, inputs): return torch.zeros(1)
 class Later(Base):
@@ -105,7 +107,7 @@ class Empty(Base): pass
 
 def Empty_requests(): return []
 def requests(): return [1, 2]
-for name in "Base Raises Misfits Unread Changes Text Idle Later Modelless Half".split():
+for name in "Base Raises Misfits Unread Changes Text Unset Idle Later Modelless Half".split():
     globals()[f"{name}_requests"] = requests
 here = Base()
 """
@@ -172,12 +174,32 @@ def test_photos_are_requests_and_predict_may_call_the_model_freely(
     assert (stored["image"][1] == stored["image"][0][..., ::-1]).all()
 
 
+REUSED = """
+import torch
+class Reused:
+    def __init__(self): self.model, self.buffer = torch.nn.Linear(4, 2), torch.zeros(1, 4)
+    def preprocess(self, request): return self.buffer.fill_(request)
+    def postprocess(self, outputs): return outputs
+def Reused_requests(): return [1, 2, 3]
+"""
+
+
+def test_inputs_in_a_buffer_that_is_used_again_are_kept(
+    tmp_path: Path, preloaded: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "app.py").write_text(REUSED)
+    monkeypatch.chdir(tmp_path)
+    dyno.bench_app("app.py:Reused", backends=("pytorch",), rounds=1, seconds=0.05, warmup=0.01, out="run")
+    assert np.load("run/application.npz")["input"][:, 0].tolist() == [1, 2, 3]
+
+
 @pytest.mark.parametrize(("name", "says"), [
     ("Raises", "preprocess of app.py:Raises failed at app.py:10, request 2: KeyError: 'missing'"),
     ("Misfits", "model of app.py:Misfits failed on 1x5 float32, request 1: RuntimeError: "),
     ("Unread", "postprocess of app.py:Unread failed at app.py:17 on 1x2 float32, request 1: IndexError: "),
     ("Changes", "the network gets inputs of 2 shapes or types, such as input 1x4 float32 and input 2x4 float32"),
     ("Text", "the network's input 'input' is a str; an engine takes tensors and arrays alone"),
+    ("Unset", "the network's input 'input' has values that are not numbers (NaN); correct preprocess"),
     ("Idle", "predict of app.py:Idle doesn't call its model, so no engine can replace it"),
     ("Later", "app.py:Later has an asynchronous postprocess"),
     ("Modelless", "app.py:Modelless is a Modelless without a model; an application has preprocess(request)"),

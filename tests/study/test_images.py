@@ -151,6 +151,9 @@ def test_data_for_another_task_is_refused(tmp_path: Path) -> None:
         ("detect", boxes, {"classes": 80}, "has 2 classes, but net has 80 classes; give the data"),
     ):
         refuses(line, data_for, data, task=task, **more)
+    (tmp_path / "labels.json").write_text('{"a.jpg": "cat"}')
+    said = "labels.json is read in COCO's format as a .json file, but net is for classify; give class folders"
+    refuses(said, data_for, tmp_path / "labels.json", task="classify")
     pose = annotated(tmp_path / "pose", "0 0.5 0.5 0.2 0.2 0.5 0.5 2 0.4 0.4 1")
     (pose / "data.yaml").write_text("val: images/val\nnames: [one]\nkpt_shape: [2, 3]\n")
     assert data_for(pose, task="pose", classes=1, keypoints=(2, 3)).count == 3

@@ -113,7 +113,7 @@ def load(
     data_format = format_of(path)
     if data_format.labels and (data_format.labels == "objects") != objects:
         label_text = "boxes, masks or keypoints" if objects else "class for each image"
-        raise UserError(f"{path} is in {data_format.described}, which has no {label_text}")
+        raise UserError(f"{path} is {data_format.describe(path)}, which has no {label_text}")
     preprocess = dataclasses.replace(preprocess, letterbox=True) if objects else preprocess
     count = calibration if isinstance(calibration, int) else 0
     transform = Transform(size, preprocess, channels, upright=objects)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -123,7 +124,7 @@ class _File:
         This applies only if the network has one class for each remaining category. Any other category keeps its number,
         even if it is in no image.
         """
-        used_ids = {annotation.get("category_id") for annotation in self.annotations}
+        used_ids = _list_categories(self.annotations)
         groups = Counter(str(category.get("supercategory")) for category in self.categories)
         roots = [c for c in self.categories if c["id"] not in used_ids and
                  (c["name"] in BACKGROUND_NAMES or
@@ -162,6 +163,11 @@ class _File:
             row = rows.get(clean_name(image["file_name"]))
             size = sizes[row] if row is not None else None
             declared = (image.get("height"), image.get("width"))
+            if None not in declared and not _is_number_list([*declared]):
+                sides = " x ".join(repr(side)[:30] for side in reversed(declared))
+                raise UserError(
+                    f"{self.path.name}: the size of {image['file_name']} is {sides}; give numbers of pixels"
+                )
             if size is not None and None not in declared and declared != size:
                 actual = f"{image['file_name']} is {size[1]} x {size[0]} pixels"
                 orientation_note = "; its EXIF orientation turns it, but labels must fit the upright image"
@@ -186,7 +192,7 @@ class _File:
 
     def _find_keypoints(self) -> list[str]:
         """Return the first category's keypoint names; raise `UserError` if other categories have more or fewer."""
-        used_ids = {annotation.get("category_id") for annotation in self.annotations if annotation.get("keypoints")}
+        used_ids = _list_categories(annotation for annotation in self.annotations if annotation.get("keypoints"))
         names = {c["name"]: [str(n) for n in c["keypoints"]] for c in self.categories if c.get("keypoints")}
         names = {c["name"]: names[c["name"]] for c in self.categories if c["id"] in used_ids and c["name"] in names}
         if len({len(points) for points in names.values()}) > 1:
@@ -217,6 +223,8 @@ def _read_file(file: Path) -> _File:
             item.update({k: int(v) for k in ID_FIELDS if isinstance(v := item.get(k), float) and v.is_integer()})
     if not tables["images"] or not tables["categories"]:
         raise UserError(f"{file} lists no {'images' if not tables['images'] else 'categories'}")
+    if not all(isinstance(category["name"], (str, int, float)) for category in tables["categories"]):
+        raise UserError(f"{file}: a name among its categories is not a string")
     for table in ("images", "categories"):
         ids = [item["id"] for item in tables[table]]
         if {type(id) for id in ids} not in ({int}, {str}):
@@ -246,6 +254,11 @@ def _choose_calibration(folder: Path, base: Path, count: int, seed: int) -> list
     return []
 
 
+def _list_categories(annotations: Iterable[Annotation]) -> set[int | str]:
+    """Return the ids of the categories that the annotations name; invalid ones are reported for each annotation."""
+    return {id for annotation in annotations if isinstance(id := annotation.get("category_id"), (int, str))}
+
+
 def _find_by_id(table: dict[Any, Any], annotation: Annotation, key: str, kind: str, origin: str) -> Any:
     value = annotation.get(key)
     if not isinstance(value, (int, str)) or value not in table:
@@ -269,7 +282,8 @@ def _check_object(
     area = annotation.get("area")
     if area is not None and not (_is_number_list([area]) and area >= 0):
         raise UserError(f"{origin}: area is {str(area)[:30]}, not a number of square pixels")
-    result["area"] = _compute_area(result) if area is None else float(area)
+    # Tools without areas write 0, beside which any distance between keypoints would be too large.
+    result["area"] = float(area) if area else _compute_area(result)
     if names:
         points = annotation.get("keypoints") or [0] * (3 * len(names))
         if not _is_number_list(points) or len(points) != 3 * len(names):
@@ -284,8 +298,7 @@ def _check_object(
 def _check_mask(mask: Any, size: tuple[int, int], origin: str) -> Any:
     """Return the mask: polygons, or a run-length encoding of the image's size; raise `UserError` for others."""
     if isinstance(mask, dict):
-        counts = mask.get("counts")
-        runs = _unpack_runs(counts) if isinstance(counts, str) else counts if isinstance(counts, list) else []
+        runs = _list_runs(mask.get("counts"))
         is_complete = all(type(run) is int and run >= 0 for run in runs) and sum(runs) == size[0] * size[1]
         if mask.get("size") != list(size) or not is_complete:
             raise UserError(f"{origin}: the mask's run lengths don't fit an image of {size[1]} x {size[0]} pixels")
@@ -293,6 +306,10 @@ def _check_mask(mask: Any, size: tuple[int, int], origin: str) -> Any:
     if not isinstance(mask, list) or not all(_is_number_list(points) for points in mask):
         raise UserError(f"{origin}: segmentation is neither a list of polygons nor a run-length encoding")
     return [check_polygon(points, size, origin) for points in mask]
+
+
+def _list_runs(counts: Any) -> list[Any]:
+    return _unpack_runs(counts) if isinstance(counts, str) else counts if isinstance(counts, list) else []
 
 
 def _unpack_runs(text: str) -> list[int]:
@@ -318,15 +335,15 @@ def _unpack_runs(text: str) -> list[int]:
 
 
 def _compute_area(annotation: Annotation) -> float:
-    """Return the object's area in square pixels, for files without areas.
+    """Return the object's area in square pixels, for files without areas or with areas of 0.
 
-    It is the area of polygons or of run lengths; of the box for packed run lengths or without a mask.
+    It is the area of polygons or of run lengths; of the box without a mask.
     """
     mask = annotation.get("segmentation")
     if isinstance(mask, list):
         return sum(compute_polygon_area(points) for points in mask)
-    if mask and isinstance(mask["counts"], list):
-        return float(sum(mask["counts"][1::2]))
+    if mask:
+        return float(sum(_list_runs(mask["counts"])[1::2]))
     return float(annotation["bbox"][2] * annotation["bbox"][3])
 
 

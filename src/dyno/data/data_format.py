@@ -225,6 +225,10 @@ class DataFormat(ABC):
     def fits(self, path: Path) -> bool:
         """Return whether the path is a data set of this format: a folder, or a file with one of the suffixes."""
 
+    def describe(self, path: Path) -> str:
+        """Return words after "is" on a path that `fits`: of a file only the suffix was looked at."""
+        return f"read in {self.described} as a {path.suffix} file" if path.is_file() else f"in {self.described}"
+
     @abstractmethod
     def scan(self, path: Path, request: ScanRequest) -> Listing:
         """List its images; raise `UserError` with one line."""

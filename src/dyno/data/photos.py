@@ -25,6 +25,7 @@ UNREADABLE_SUFFIXES = {
 }  # fmt: skip
 SYSTEM_FOLDERS = {"__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "lost+found", "__pycache__"}
 SAMPLED_IMAGES = 20  # images sampled to find their common folder
+MAX_OTHER_FILES, MAX_OTHERS_PER_IMAGE = 50_000, 10  # limits of a folder of images, both exceeded by a whole disk
 WORD = re.compile(r"[a-z]{2,}")
 CALIBRATION_IMAGES = 128
 CALIBRATION_DIVISOR = 5  # at most one test image in five calibrates
@@ -164,15 +165,24 @@ def name_below(path: Path, folder: Path) -> str:
 
 
 def find_images(root: Path) -> list[Path]:
-    """Find image files below the folder at any depth, in order; hidden and system files are left out."""
-    paths: list[Path] = []
+    """Find image files below the folder at any depth, in order; hidden and system files are left out.
+
+    Raise `UserError` early for a whole disk or home folder, which would be read for minutes.
+    """
+    paths, others = list[Path](), 0
     parents = {os.fspath(root): {path.resolve() for path in (root, *root.parents)}}  # each folder's resolved ancestors
     for parent, folders, files in os.walk(root, followlinks=True):
         ancestors = parents.pop(parent)
         resolved = {name: Path(parent, name).resolve() for name in folders if not is_system(name)}
         folders[:] = [name for name, path in resolved.items() if path not in ancestors]  # a link may lead back
         parents |= {os.fspath(Path(parent, name)): ancestors | {resolved[name]} for name in folders}
-        paths += [Path(parent, name) for name in files if not is_system(name) and is_image(name)]
+        images = [Path(parent, name) for name in files if not is_system(name) and is_image(name)]
+        paths += images
+        others += len(files) - len(images)
+        if others > (limit := max(MAX_OTHER_FILES, MAX_OTHERS_PER_IMAGE * len(paths))):
+            raise UserError(
+                f"{root} holds more than {limit:,} files that are not images; give the folder of the images"
+            )
     return sorted(paths)
 
 

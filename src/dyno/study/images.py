@@ -61,9 +61,8 @@ def prepare_images(
         class_data = "class folders or a table of path,label"
         class_data += ", or --task detect if it gives boxes" * (not study.task)
         expected = "annotations in COCO's or YOLO's format, or one folder of images" if has_boxes else class_data
-        raise UserError(
-            f"{study.data} is in {data_format.described}, but {model.name} is for {model.task}; give {expected}"
-        )
+        described = data_format.describe(path)
+        raise UserError(f"{study.data} is {described}, but {model.name} is for {model.task}; give {expected}")
     if study.budget and has_boxes and not data_format.labels:
         raise UserError(f"a budget needs boxes, and {study.data} has none; give annotations in COCO's or YOLO's format")
     settings: dict[str, Any] = {"calibration": Path(study.calibration)} if study.calibration else {}

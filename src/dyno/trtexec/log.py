@@ -23,6 +23,9 @@ from dyno.worker.spec import UserError
 UTF16_MARKS = codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE  # PowerShell redirects in UTF-16
 LOG_LINE = re.compile(r"\[[VIWEF]\] (.*)")
 RUNNING_LINE = re.compile(r"&&&& RUNNING \S+ (?:\[TensorRT v(\d+)\])?.*?# (.*)")
+# Tools put prefixes before lines, but no quotes.
+FAILED_LINE = re.compile(r"^[^\"'\n]*&&&& FAILED", re.M)
+ERROR_LINE = re.compile(r"^[^\"'\n]*\[E\] (.*)", re.M)
 BINDING_LINE = re.compile(r"Input binding for (.+) with dimensions ([\dx]+)(?: and type \S+)? is created")
 MEDIAN_VALUE = re.compile(r"median = (\S+) ms")
 EXPORTED_TIMES = re.compile(r"\s*\[\s*[{\]]")
@@ -100,10 +103,12 @@ def parse_log(text: str, name: str = "the file") -> TrtexecReport:
 
 def _parse_log(text: str, name: str) -> TrtexecReport:
     lines = [match[1].rstrip() for line in text.splitlines() if (match := LOG_LINE.search(line))]
-    runs = lines.count(SUMMARY_HEADING)
-    if runs != 1:
-        reason = f"holds {runs} runs of trtexec; give the log of one" if runs else _explain_no_summary(text)
-        raise UserError(f"{name} {reason}")
+    summaries = lines.count(SUMMARY_HEADING)
+    runs = max(summaries, len(RUNNING_LINE.findall(text)))  # one without a summary would lend the other its flags
+    if runs > 1:
+        raise UserError(f"{name} holds {runs} runs of trtexec; give the log of one")
+    if not summaries or FAILED_LINE.search(text):
+        raise UserError(f"{name} {_explain_no_summary(text)}")
     start = lines.index(SUMMARY_HEADING)
     medians = dict(_parse_medians(lines[start:], name))
     if "compute" not in medians:
@@ -125,9 +130,9 @@ def _parse_log(text: str, name: str) -> TrtexecReport:
 
 
 def _explain_no_summary(text: str) -> str:
-    """Return the reason why a log has no summary, as the end of a sentence."""
-    error = re.search(r"^\[.*?\] \[E\] (.*)", text, re.M)
-    if error or re.search("^&&&& FAILED", text, re.M):
+    """Return the reason why a log has no summary, or one of a failed run, as the end of a sentence."""
+    error = ERROR_LINE.search(text)
+    if error or FAILED_LINE.search(text):
         return f"is the log of a run that failed: {error[1].strip() if error else 'trtexec gives no reason'}"
     if re.search("^&&&& RUNNING", text, re.M):
         return "is a trtexec log without a performance summary: it was cut off, or only an engine was built"
@@ -250,6 +255,8 @@ def _read_column(rows: list[dict[str, Any]], key: str, name: str) -> np.ndarray 
         values = [_parse_number(row[spans[2]], name) - _parse_number(row[spans[1]], name) for row in rows]
     else:
         return None
+    if min(values) < 0:
+        raise UserError(f"{name} has {spans[2]} before {spans[1]}; run trtexec again")
     return np.asarray(values, np.float64) / 1e3
 
 

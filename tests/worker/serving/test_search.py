@@ -76,6 +76,10 @@ def test_a_rate_that_held_once_by_luck_is_not_the_result(
         ({"p99": "0ms"}, "it must be more than 0"),
         ({"rate": (0.0,)}, "rate must be more than 0"),
         ({"p99": "20ms", "instances": 0}, "instances is 0; it must be at least 1"),
+        (
+            {"rate": (5.0, 0.01), "duration": "9s"},
+            "at 0.01 requests per second, 9s bring no request; give 100s or more",
+        ),
         ({"trace": "t.txt", "rate": (5.0,)}, "omit --rate"),
         ({"p99": "1s", "resolution": 0.0}, "resolution is 0"),
         ({"p99": "1s", "engine_batches": (0,)}, "engine_batches"),

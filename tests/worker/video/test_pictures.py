@@ -22,6 +22,7 @@ from dyno.worker.video.encoding import VideoSink
 from dyno.worker.video.media import Batch, Frame, Picture, Planes, Rgb
 from dyno.worker.video.opening import CaptureSource, WriterSink
 from dyno.worker.video.options import VideoOptions
+from refusals import refuses
 
 pytest.importorskip("cv2")
 av = pytest.importorskip("av")
@@ -112,6 +113,65 @@ def test_every_pixel_format_is_written_without_colour_shift(
     for frame, image in zip(frames, images, strict=True):
         change = frame.to_ndarray(format="rgb24")[: size[0], : size[1]].astype(int) - image
         assert np.abs(change).mean() < 8 and np.abs(change.mean((0, 1))).max() < 2, "no tint, nothing is moved"
+
+
+UNEVEN_MS = [0, 40, 80, 400, 410, 420, 1000, 1040, 1500, 1510, 3000, 5000]
+
+
+def copy_video(path: Path, out: Path, codec: str) -> list[str]:
+    """Write the frames of a video into another; return the sentences on differences."""
+    source = VideoSource(str(path), live=False)
+    assert len(list(source.read())) == len(UNEVEN_MS)  # its average rate is then known
+    sink = VideoSink(out, source, codec)
+    for frame in source.read():
+        sink.write(frame)
+    return sink.close(source.left)
+
+
+@pytest.mark.parametrize("suffix", [".mkv", ".ts"])
+@pytest.mark.parametrize(
+    ("codec", "container"), [("", ".mp4"), ("mpeg4", ".mp4"), ("mpeg4", ".mkv"), ("mjpeg", ".mov")]
+)
+def test_uneven_times_are_kept_by_every_codec(tmp_path: Path, suffix: str, codec: str, container: str) -> None:
+    """A transport stream's clock has 90,000 ticks per second, MPEG-4's at most 65,535."""
+    frames, out = videos.pictures(len(UNEVEN_MS), 64, 96), tmp_path / f"out{container}"
+    uneven = videos.write(tmp_path / f"uneven{suffix}", frames, times=UNEVEN_MS, options={"bf": "0"})
+    assert copy_video(uneven, out, codec) == []
+    seconds = np.array(videos.read(out)[1])
+    np.testing.assert_allclose(seconds - seconds[0], np.array(UNEVEN_MS) / 1000, atol=0.001)
+
+
+@pytest.mark.parametrize("container", [".ts", ".mpg", ".y4m", ".ogv"])
+@pytest.mark.parametrize("suffix", [".mkv", ".ts"])
+def test_codecs_and_containers_of_constant_rate_are_written(tmp_path: Path, suffix: str, container: str) -> None:
+    frames = videos.pictures(len(UNEVEN_MS), 64, 96)
+    even = videos.write(tmp_path / f"even{suffix}", frames, options={"bf": "0"})
+    assert copy_video(even, tmp_path / f"out{container}", "") == []
+    seconds = np.array(videos.read(tmp_path / f"out{container}")[1])
+    np.testing.assert_allclose(seconds - seconds[0], np.arange(len(UNEVEN_MS)) / videos.RATE, atol=0.002)
+
+
+def test_frames_that_a_codec_cant_encode_are_refused(tmp_path: Path) -> None:
+    uneven = videos.write(tmp_path / "uneven.mkv", videos.pictures(len(UNEVEN_MS), 64, 96), times=UNEVEN_MS)
+    said = "mpeg1video can't encode 96 x 64 at 2.2 frames/s; give .mp4, or --codec h264"
+    refuses(said, copy_video, uneven, tmp_path / "out.mpg", "")
+
+
+def test_a_container_of_constant_rate_says_how_far_frames_were_moved(tmp_path: Path) -> None:
+    uneven = videos.write(tmp_path / "uneven.mkv", videos.pictures(len(UNEVEN_MS), 64, 96), times=UNEVEN_MS)
+    assert copy_video(uneven, tmp_path / "out.avi", "") == [
+        ".avi has a constant rate: frames were moved by up to 2.58 s; .mkv and .mp4 keep the times of the source"
+    ]
+    even = videos.write(tmp_path / "even.mkv", videos.pictures(len(UNEVEN_MS), 64, 96))
+    assert copy_video(even, tmp_path / "even.avi", "") == []
+
+
+def test_a_video_without_a_picture_is_refused(tmp_path: Path) -> None:
+    with av.open(str(tmp_path / "none.mkv"), "w") as container:
+        stream = container.add_stream("mpeg4", rate=25)
+        stream.width, stream.height = 64, 48
+        container.start_encoding()
+    refuses("none.mkv is not a video that FFmpeg can read", VideoSource, str(tmp_path / "none.mkv"), live=False)
 
 
 @pytest.mark.parametrize("mirrored", [False, True])

@@ -185,7 +185,9 @@ class _InstrumentedApplication:
 
     def _record(self, *args: Any, **keywords: Any) -> Any:
         torch = import_torch()
-        feeds, start = self._read_inputs(args, keywords), now()
+        # Copied, as an application may fill one buffer for every request, and a network may change its inputs.
+        feeds = {name: array.copy() for name, array in self._read_inputs(args, keywords).items()}
+        start = now()
         tensors = {name: torch.from_numpy(value) for name, value in keywords.items() if isinstance(value, np.ndarray)}
         with torch.no_grad():
             result = self._forward(
@@ -308,6 +310,8 @@ def _store_inputs(requests: _InstrumentedApplication, journal: Journal) -> None:
     batch = next((array.shape[0] for array in calls[0].values() if array.ndim), 0)
     if not batch:
         raise UserError(f"the network gets {_describe(calls[0]) if calls[0] else 'no input'}; it needs a batch")
+    if nan_name := next((name for feeds in calls for name, array in feeds.items() if (array != array).any()), ""):
+        raise UserError(f"the network's input {nan_name!r} has values that are not numbers (NaN); correct preprocess")
     save_arrays(journal.folder / INPUTS_FILE, {name: _stack_rows(name, calls, batch) for name in calls[0]})
     journal.facts(application=ApplicationFacts(count, len(calls) // count, batch, len(requests.requests)))
 

@@ -67,6 +67,10 @@ class ServeOptions:
         at_least(0, queue=self.queue)
         if any(not 0 < rate < 1e7 for rate in self.rate):
             raise UserError("rate must be more than 0 requests per second, and less than ten million")
+        if self.duration and (slow := [rate for rate in self.rate if rate * self.duration_s < 1]):
+            raise UserError(
+                f"at {slow[0]:g} requests per second, {self.duration} bring no request; give {1 / slow[0]:.3g}s or more"
+            )
         if any(size < 1 for size in self.engine_batches):
             raise UserError("engine_batches must be at least 1 each")
         if not 0.001 <= self.resolution <= 1:

@@ -172,8 +172,6 @@ def _explain_error(location: str, e: Exception) -> Exception:
     """Return the error about an unreadable file, in the user's terms."""
     if isinstance(e, OSError):
         return UserError(f"{location} can't be read: {e.strerror}")
-    if not isinstance(e, ValueError):
-        return e
     path = Path(location)
     is_empty = path.is_file() and not path.stat().st_size
     problem = "is empty" if is_empty else "is not a video that FFmpeg can read, or its end is missing"

@@ -49,6 +49,11 @@ CONTAINER_OPTIONS = {
 CODEC_PIXELS = {"mjpeg": ("yuvj420p",)}
 # Codecs and containers that store the aspect of non-square pixels
 ASPECT_CODECS, ASPECT_CONTAINERS = ("h264", "hevc", "mpeg4", "mjpeg"), (".mp4", ".mov", ".m4v")
+# Containers whose frames have no times, only a rate, and codecs that need one; ticks per second of coarse clocks
+CONSTANT_CONTAINERS = (".avi", ".y4m", ".mjpeg", ".ogv", ".h264", ".264", ".h265", ".265", ".hevc")
+CONSTANT_CODECS = ("mpeg1video", "mpeg2video", "h263")
+CLOCK_LIMITS = {"mpeg4": 65_535, "gif": 100}
+MIN_SHIFT_S = 0.1  # shift of a frame from which it is mentioned
 CODECS_CHOICE = 0  # FFmpeg's AV_PICTURE_TYPE_NONE: the codec, not the source, chooses a frame's kind
 DEFAULT_RATE = 30  # for a source without a rate
 PIECE_S = 1  # seconds between key frames, which also end a fragment of an MP4
@@ -73,7 +78,7 @@ class VideoSink(Sink):
         self._stream: Any = None
         self._sound: Any = None
         self._template: Any = None
-        self._last, self._resized, self._notes = -1, 0, list[str]()
+        self._last, self._resized, self._shift_s, self._notes = -1, 0, 0.0, list[str]()
         self._reformat = av.video.reformatter.VideoReformatter()
         self._tags = ITU_601, UNSPECIFIED_MATRIX, UNSPECIFIED_MATRIX
 
@@ -84,7 +89,12 @@ class VideoSink(Sink):
         picture, stream = self._convert_picture(frame.picture), self._stream
         picture.time_base, picture.pts = stream.codec_context.time_base, self._compute_time(frame)
         self._mux_sound(frame.packets, self._container)
-        self._container.mux(stream.encode(picture))
+        try:
+            packets = stream.encode(picture)
+        except ValueError as e:
+            kind = f"{stream.width} x {stream.height} at {float(stream.codec_context.framerate):.3g} frames/s"
+            raise UserError(f"{self._codec} can't encode {kind}; give .mp4, or --codec h264") from e
+        self._container.mux(packets)
         self.written += 1
 
     def _convert_picture(self, picture: Picture) -> Any:
@@ -130,6 +140,10 @@ class VideoSink(Sink):
                 self._template.close()
         if self._resized:
             self._notes.append(f"{self._resized} frames had another size than the first and were resized to it")
+        if self._shift_s > MIN_SHIFT_S:
+            kind = self._codec if self._codec in CONSTANT_CODECS else self._path.suffix
+            reason = f"{kind} has a constant rate: frames were moved by up to {self._shift_s:.2f} s"
+            self._notes.append(f"{reason}; .mkv and .mp4 keep the times of the source")
         return self._notes
 
     def _create_streams(self, picture: Picture) -> None:
@@ -162,9 +176,12 @@ class VideoSink(Sink):
         if self._template is not None:
             time_base = find_video_stream(self._template).time_base or time_base
             self._add_sound()
-        # MPEG-4's clock has 16 bits; a constant rate fits.
-        self._counts = self._template is None or time_base.denominator > 65535 or self._codec in ("mpeg4", "mjpeg")
-        stream.codec_context.time_base = 1 / rate if self._counts else time_base
+        is_constant = self._path.suffix.lower() in CONSTANT_CONTAINERS or self._codec in CONSTANT_CODECS
+        is_constant = is_constant or self._template is None
+        limit = CLOCK_LIMITS.get(self._codec, time_base.denominator)
+        self._has_source_clock = not is_constant and time_base.denominator <= limit
+        own_clock = 1 / rate if is_constant else Fraction(1, limit)
+        stream.codec_context.time_base = time_base if self._has_source_clock else own_clock
 
     def _choose_written_size(self, picture: Picture) -> tuple[int, int]:
         """Return the picture's height and width, in square pixels if the file can't store the pixels' aspect."""
@@ -198,13 +215,15 @@ class VideoSink(Sink):
 
     def _compute_time(self, frame: Frame) -> int:
         """Return the frame's time, later than the previous frame's, as containers require."""
-        if frame.pts is not None and not self._counts:
+        if frame.pts is not None and self._has_source_clock:
             pts = frame.pts
         elif frame.seconds is not None:
             pts = round(frame.seconds / float(self._stream.codec_context.time_base))
         else:
             pts = frame.index
         self._last = max(pts, self._last + 1)
+        if frame.seconds is not None:
+            self._shift_s = max(self._shift_s, abs(self._last * self._stream.codec_context.time_base - frame.seconds))
         return self._last
 
     def _mux_sound(self, packets: list[Any], container: Any) -> None:
