@@ -976,3 +976,20 @@ def test_a_size_input_is_named_where_random_values_fail(call: Any) -> None:
     assert all("size held random numbers: --input size=VALUE gives others" in reason for reason in reasons), reasons
     call("run", "net.onnx", *QUICK, "--input", "size=8", "--compared", 2, "--out", "sized", code=0)
     assert {trial.outputs()["y"].shape for trial in dyno.load("sized").records} == {(2, 2, 8, 8)}
+
+
+def test_a_random_number_of_steps_has_a_warning_and_a_given_one_none(call: Any) -> None:
+    flag, state = h.make_tensor_value_info("on", 9, []), h.make_tensor_value_info("state", 1, None)
+    outputs = [h.make_tensor_value_info("still_on", 9, []), h.make_tensor_value_info("next", 1, None)]
+    nodes = [h.make_node("Identity", ["on"], ["still_on"]), h.make_node("MatMul", ["state", "w"], ["next"])]
+    body = h.make_graph(nodes, "body", [h.make_tensor_value_info("step", 7, []), flag, state], outputs)
+    nodes = [h.make_node("Squeeze", ["steps"], ["count"]), h.make_node("Loop", ["count", "", "x"], ["y"], body=body)]
+    x, y = (h.make_tensor_value_info(name, 1, ["n", 8]) for name in "xy")
+    weight = numpy_helper.from_array(np.eye(8, dtype=np.float32), "w")
+    graph = h.make_graph(nodes, "g", [x, h.make_tensor_value_info("steps", 7, [1])], [y], [weight])
+    onnx.save(h.make_model(graph, opset_imports=[h.make_opsetid("", 17)], ir_version=8), "loop.onnx")
+    run = ("run", "loop.onnx", *QUICK[:-1], "onnxruntime")
+    _, out, _ = call(*run, "-o", "drawn", code=0)
+    assert "loop: the number of steps is a random 0 or 1 (steps): give it with --input steps=VALUE" in out
+    _, out, _ = call(*run, "--input", "steps=5", "-o", "given", code=0)
+    assert "number of steps" not in out

@@ -28,6 +28,7 @@ from dyno.results.trial_result import Results, TrialResult
 from dyno.worker.facts.files import (
     AS_IN_TRAINING,
     AVERAGED_WARNING,
+    DRAWN_STEPS,
     IN_SINGLE,
     ONE_OF,
     OTHER_SHAPE,
@@ -244,7 +245,7 @@ def list_weight_findings(results: Results) -> Iterator[Finding]:
     advice = "values next to a threshold, as in trees, may differ from float64's by more than rounding"
     yield from (Finding(WARNING, f"{model}: {IN_SINGLE}; {advice}.") for model in models)
     lines = ((t.model_name, line) for t in results if t.good for line in remarks.list_warnings(t))
-    prefixes = (AVERAGED_WARNING, AS_IN_TRAINING, ONE_OF, OTHER_SHAPE, OTHER_VALUES, RANDOM_WARNING)
+    prefixes = (AVERAGED_WARNING, AS_IN_TRAINING, DRAWN_STEPS, ONE_OF, OTHER_SHAPE, OTHER_VALUES, RANDOM_WARNING)
     texts = dict.fromkeys(f"{model}: {line}." for model, line in lines if line.startswith(prefixes))
     yield from (Finding(WARNING, text) for text in texts)
 

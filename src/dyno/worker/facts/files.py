@@ -11,6 +11,7 @@ from dyno.worker.facts.json_values import Sparse
 IN_SINGLE = "the graph was in float64, in part or as a whole, and is computed in float32"  # a warning
 AVERAGED_WARNING = "the weights file has averaged weights too"  # start of a warning
 AS_IN_TRAINING = "the graph runs as in training"  # the beginning of a warning
+DRAWN_STEPS = "the number of steps is a random 0 or 1"  # the beginning of a warning
 RANDOM_WARNING = "the weights are random"  # start of a warning
 OTHER_SHAPE = "OpenVINO gives an output another shape than the ONNX file declares"  # the beginning of a warning
 OTHER_VALUES = "OpenVINO gives outputs other values than ONNX Runtime"  # the beginning of a warning

@@ -218,7 +218,8 @@ class OnnxExport(Maker):
         wrong, the other exporter is tried. Raise a `UserError` if both are wrong, or the file is incomplete.
         """
         if recipe.model.file:
-            return prepare_given(recipe.model.file, recipe.options.get("opset"), folder)
+            described = {spec.name for spec in recipe.model.inputs if spec.low is not None or spec.feeds}
+            return prepare_given(recipe.model.file, recipe.options.get("opset"), folder, described)
         started = time.perf_counter()
         with memory_errors():
             made_by = _export_module(recipe, folder / "model.onnx")

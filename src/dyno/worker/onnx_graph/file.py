@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -92,8 +93,11 @@ def _only_tensors(path: str, boundary: dict[str, Any]) -> None:
                 raise UserError(f"{path}'s input {value.name!r} may have any number of axes; export it with a shape")
 
 
-def prepare_given(path: str, opset: Option | None, folder: Path) -> Artifact:
-    """Return the user's own file; a copy if it needs repair or has a later opset than `opset`."""
+def prepare_given(path: str, opset: Option | None, folder: Path, described: Set[str] = frozenset()) -> Artifact:
+    """Return the user's own file; a copy if it needs repair or has a later opset than `opset`.
+
+    `described` are the inputs with given values.
+    """
     onnx = import_onnx()
     model = read_model(path)
     check(path)
@@ -109,7 +113,7 @@ def prepare_given(path: str, opset: Option | None, folder: Path) -> Artifact:
         onnx.load_external_data_for_model(repaired, str(Path(path).parent))
         repair.save(repaired, copy)
         model, path = repaired, str(copy)
-    warnings += repair.warn_training(model)
+    warnings += repair.warn_training(model) + repair.warn_steps(model, described)
     if isinstance(opset, int) and repair.read_opset(model) > opset and not list_files_beside(Path(path)):
         try:
             onnx.save(repair.convert_opset(model, opset), copy)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from graphlib import CycleError, TopologicalSorter
 from itertools import count
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dyno.worker.facts.files import AS_IN_TRAINING, IN_SINGLE, MakerFacts
+from dyno.worker.facts.files import AS_IN_TRAINING, DRAWN_STEPS, IN_SINGLE, MakerFacts
 from dyno.worker.inputs.specs import is_image
 from dyno.worker.onnx_graph.graph_facts import (
     add_weight,
@@ -30,6 +30,10 @@ from dyno.worker.spec import Artifact, Recipe, Tensor, UserError, shorten
 Functions = Mapping[tuple[str, str, str], Any]
 
 MAX_INLINE_B = 2**31 - 2**26  # bytes of weights in a protobuf file
+
+
+STEP_INPUTS = {"Loop": 0, "LSTM": 4, "GRU": 4, "RNN": 4}  # by operator: the input that sets how many steps run
+UNCHANGED = {"Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze"}  # operators that keep such a number
 
 
 def repair_graph(model: Any) -> tuple[Any, list[str]]:
@@ -67,6 +71,18 @@ def warn_training(model: Any) -> list[str]:
     operators = sorted({node.op_type for node in nodes if is_training(node)})
     remedy = "its outputs may be random or depend on the rest of the batch; export it after model.eval()"
     return [f"{AS_IN_TRAINING} ({' and '.join(operators)}): {remedy}"] if operators else []
+
+
+def warn_steps(model: Any, described: Set[str]) -> list[str]:
+    """Return a warning if inputs without a description set the steps of a loop or the lengths of a recurrent layer."""
+    names: set[str] = set()
+    for node in reversed(model.graph.node):  # readers first
+        if node.op_type in UNCHANGED and node.output[0] in names:
+            names.add(node.input[0])
+        elif len(node.input) > STEP_INPUTS.get(node.op_type, len(node.input)):
+            names.add(node.input[STEP_INPUTS[node.op_type]])
+    drawn = [value.name for value in model.graph.input if value.name in names and value.name not in described]
+    return [f"{DRAWN_STEPS} ({', '.join(drawn)}): give it with --input {drawn[0]}=VALUE"] if drawn else []
 
 
 def order(model: Any) -> str:
