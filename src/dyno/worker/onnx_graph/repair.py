@@ -82,7 +82,11 @@ def warn_steps(model: Any, described: Set[str]) -> list[str]:
         elif len(node.input) > STEP_INPUTS.get(node.op_type, len(node.input)):
             names.add(node.input[STEP_INPUTS[node.op_type]])
     step_inputs = [value.name for value in model.graph.input if value.name in names and value.name not in described]
-    return [f"{DRAWN_STEPS} ({', '.join(step_inputs)}): give it with --input {step_inputs[0]}=VALUE"] if step_inputs else []
+    return (
+        [f"{DRAWN_STEPS} ({', '.join(step_inputs)}): give it with --input {step_inputs[0]}=VALUE"]
+        if step_inputs
+        else []
+    )
 
 
 def order(model: Any) -> str:
