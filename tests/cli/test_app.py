@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -41,6 +42,15 @@ def test_a_broken_onnx_file_is_named(refused: Any, onnx_file: Path, harm: str) -
     line = refused("run", "m.onnx", "--backend", "onnxruntime")
     assert "m.onnx" in line
     assert line.startswith("m.onnx is a folder, not a model file" if harm == "folder" else "m: ")
+
+
+def test_an_encoding_without_the_signs_of_tables_gets_plain_ones(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "80"}
+    command = [sys.executable, "-m", "dyno", *FAKE, "--out", "rün"]
+    process = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    rules = [line for line in process.stdout.splitlines() if line and not line.strip("-")]
+    assert len(rules) == 3 and len({*map(len, rules)}) == 1
+    assert "report: r\\xfcn/report.html" in process.stdout and "\\u2" not in process.stdout
 
 
 def test_a_file_without_inputs_is_refused_in_one_line(refused: Any, onnx_file: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import difflib
 import errno
 import io
@@ -35,6 +36,8 @@ RENAMED_OPTIONS = {
     "--again": "--remeasure", "--against": "--baseline-python", "--on": "--cluster",
     "--inputs": "--compared N (how many), or --input NAME=VALUE",
 }  # fmt: skip
+# Dyno's own signs in an encoding without them
+PLAIN_SIGNS = {"─": "-", "…": "~", "µ": "u", "−": "-", "±": "+-", "≥": ">=", "≤": "<=", "×": "x", "·": "*", "→": "->"}
 TYPE_NAMES = {"int_parsing": "a whole number", "int_from_float": "a whole number", "float_parsing": "a number"}
 
 
@@ -150,11 +153,19 @@ class _Stream(io.FileIO):
             raise
 
 
+def _encode_plainly(error: UnicodeError) -> tuple[str, int]:
+    """Replace Dyno's signs by plain ones, and escape other characters; an error handler of codecs."""
+    assert isinstance(error, UnicodeEncodeError)
+    signs = error.object[error.start : error.end]
+    return "".join(PLAIN_SIGNS.get(s) or s.encode("ascii", "backslashreplace").decode() for s in signs), error.end
+
+
 def _outlive_readers() -> None:
     """Replace the standard streams, so that closed or broken ones, or unencodable names, don't end the command.
 
     A closed stream is opened as the null device: otherwise the next opened file would receive the output.
     """
+    codecs.register_error("plain", _encode_plainly)
     for fd, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(fd)
@@ -165,7 +176,7 @@ def _outlive_readers() -> None:
             encoding = stream.encoding if stream else "utf-8"
             raw = _Stream(fd, "w", closefd=False)
             per_line = fd == 2 or raw.isatty()
-            wrapper = io.TextIOWrapper(io.BufferedWriter(raw), encoding, "backslashreplace", line_buffering=per_line)
+            wrapper = io.TextIOWrapper(io.BufferedWriter(raw), encoding, "plain", line_buffering=per_line)
             setattr(sys, name, wrapper)
 
 
