@@ -91,7 +91,7 @@ def test_flips_are_images_that_only_one_trial_answers_correctly(demo: Results) -
     assert accuracy.list_flips(reference, reference) == []
 
 
-def test_the_shift_of_scores_is_paired(demo: Results) -> None:
+def test_the_shift_of_scores_is_paired(demo: Results, monkeypatch: pytest.MonkeyPatch) -> None:
     from scipy.stats import ttest_rel
 
     reference, int8 = demo.trials[0], next(t for t in demo if t.configuration == "onnxruntime int8")
@@ -102,6 +102,10 @@ def test_the_shift_of_scores_is_paired(demo: Results) -> None:
     assert [found.low, found.high] == pytest.approx([expected.low, expected.high])
     same = accuracy.compute_score_shift(reference, reference)
     assert same is not None and [same.low, same.value, same.high] == [0, 0, 0]
+    scores = int8.answers["topk_score"].copy()
+    scores[7, 0] = np.nan
+    monkeypatch.setitem(int8.answers, "topk_score", scores)
+    assert accuracy.compute_score_shift(int8, reference) is None
 
 
 @pytest.mark.parametrize(
