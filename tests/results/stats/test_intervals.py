@@ -259,6 +259,15 @@ def test_at_most_a_quarter_of_the_rounds_is_rejected() -> None:
     assert len(rejection.keep_undisturbed(np.array([1.0, 5.0, 9.0, 1.01, 1.02, 1.0, 1.01]))) == 6, "a quarter at most"
 
 
+def test_a_round_is_rejected_beyond_ten_robust_standard_deviations() -> None:
+    values = np.array([-2.0, -1.0, -1.0, 0.0, 1.0, 1.0, 0.0])  # median 0, median absolute deviation 1
+    limit = 10 / scipy_stats.norm.ppf(0.75)
+    for values[-1], is_kept in ((0.999 * limit, True), (1.001 * limit, False)):
+        assert (values[-1] in rejection.keep_undisturbed(values)) is is_kept
+        (mean,), _ = stats.judge_studies(values[None], 0.05)
+        assert mean == pytest.approx(values.mean() if is_kept else values[:-1].mean())
+
+
 @pytest.mark.parametrize("rounds", [2, 3, 5, 12])
 def test_vectorised_studies_are_judged_like_single_ones(rounds: int) -> None:
     rng = np.random.default_rng(rounds)
