@@ -63,3 +63,12 @@ def test_a_spread_smaller_than_the_margin_leaves_the_margin_to_decide(
     assert [each is not None and each.has_moved for each in results] == [True, False]
     plant(monkeypatch, [[0.5]], ([0.54],))
     assert blocks.compare_sustained(trial, trial, "model", "", 0.03) is None
+
+
+def test_sustained_load_counts_the_second_half_of_each_block(
+    trial: TrialResult, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    each = trial.rounds[0]
+    monkeypatch.setattr(type(each), "block_samples", lambda *args, **keywords: {0: np.arange(9.0), 1: np.arange(4.0)})
+    assert each.block_medians("latency", "all") == {0: 4.0, 1: 1.5}
+    assert each.block_medians("latency", "all", settled=True) == {0: 6.0, 1: 2.5}
