@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import tracemalloc
-from collections import Counter
+from collections import Counter, namedtuple
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count, repeat
@@ -20,7 +20,7 @@ import numpy as np
 import psutil
 import pytest
 
-from dyno.jobs import launcher
+from dyno.jobs import launcher, telemetry
 from dyno.jobs.launcher import launch, make_environment, read_stage
 from dyno.jobs.telemetry import ProcessTree, Telemetry
 from dyno.worker.record import Record, read_record, write_json
@@ -196,6 +196,12 @@ def test_stage_and_telemetry_are_seen_from_outside(
         assert set(columns) == {"at", "rss", "cpu", "others", "frequency", "cpu_energy", "epoch"}
         assert len(columns["at"]) >= 2 and (np.diff(columns["at"]) > 0).all()
         assert np.nanmax(columns["rss"]) > 5e6
+
+
+def test_idle_processors_and_guests_counted_twice_are_not_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {"user": 16.0, "nice": 8, "system": 4, "idle": 500, "iowait": 100, "steal": 2, "guest": 7, "guest_nice": 3}
+    monkeypatch.setattr(psutil, "cpu_times", lambda: namedtuple("Times", times)(**times))  # as on Linux
+    assert telemetry._busy_seconds() == 30
 
 
 def test_the_memory_of_an_ended_process_is_nan(tmp_path: Path) -> None:

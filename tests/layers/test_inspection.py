@@ -52,6 +52,11 @@ def test_a_module_is_inspected_alone(call: Any, net: str) -> None:
     assert table["notes"][0].startswith("PyTorch ") and "906 parameters" in table["notes"][0]
 
 
+def test_a_network_by_name_is_inspected_at_its_own_size(call: Any) -> None:
+    first = tables(call, "torchvision:inception_v3")["layers"]["rows"][0]
+    assert first["output"] == "1x32x149x149", "of 299 x 299, in steps of 2 without padding"
+
+
 @pytest.mark.parametrize(
     ("model", "size", "parameters"),
     [("torchvision:resnet18", "64", (11_689_512, 11_684_712)), ("timm:test_vit", "160", None),

@@ -223,6 +223,7 @@ def test_copies_that_bound_the_throughput_are_named(tmp_path: Path, copies: floa
         assert (measured.copies, measured.batch) == pytest.approx((0.012, 0.012), rel=0.05)
     advice = "the model 4.1"
     assert ("copies bound the throughput" in said(found)) is is_bound
+    assert (measured.sentence in remarks.list_notes(found.trials[-1])) is is_bound
     assert (("tensorrt@input=uint8 copies a quarter" in said(found)) and advice in said(found)) is is_bound
 
 
@@ -267,6 +268,8 @@ def test_nan_is_unknown_and_not_zero() -> None:
     assert all(math.isnan(x) for x in (found.memory, found.utilisation, found.clock, found.power, found.temperature))
     assert (found.other_processes, found.reasons) == (0, {})
     assert timeline.join_timelines([]) is None
+    joined = timeline.join_timelines([found, timeline.TelemetrySummary(utilisation=50, reasons={"heat": 0.4})])
+    assert joined is not None and (joined.utilisation, joined.reasons) == (50, {"heat": 0.4})
 
 
 def test_the_report_has_the_gpu_over_time(tmp_path: Path) -> None:

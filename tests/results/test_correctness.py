@@ -354,9 +354,10 @@ def test_scores_and_labels_of_a_network_are_judged_separately(tmp_path: Path) ->
 
 
 def test_only_indices_of_equal_scores_may_swap(tmp_path: Path) -> None:
-    scores = np.tile(np.array([9.0, 8.0, 4.0, 4.0 - 1e-4, 1.0], np.float32), (50, 1))
+    """FP32 allows a hundredth of the root mean square, 0.0596."""
     indices = np.tile(np.array([5, 3, 8, 2, 7]), (50, 1))
-    for name, order, ok in (("tied", [0, 1, 3, 2, 4], True), ("apart", [1, 0, 2, 3, 4], False)):
+    for name, lead, ok in (("tied", 0.055, True), ("apart", 0.065, False)):
+        scores, order = np.tile(np.array([9.0, 8.0, 4.0, 4.0 - lead, 1.0], np.float32), (50, 1)), [0, 1, 3, 2, 4]
         own, reference = ({"output:scores": scores, "output:indices": each} for each in (indices[:, order], indices))
         assert _judge(tmp_path / name, "fp32", own, reference).ok is ok, name
 

@@ -1,6 +1,7 @@
 """Run folders as found on disk: whole, damaged, unfinished, newer, or missing; and devices slowed by each other."""
 
 import json
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -276,6 +277,20 @@ def test_npz_files_are_read_like_numpy(tmp_path: Path, save) -> None:
         np.testing.assert_array_equal(found[name], array)
         assert found[name].dtype == array.dtype
     assert set(read_npz(tmp_path / "x.npz", ["a", "none"])) == {"a"}
+
+
+def test_an_npz_that_unpacks_to_more_than_its_size_is_refused(tmp_path: Path) -> None:
+    path, zeros = tmp_path / "x.npz", np.zeros(1000, np.uint8)
+    for missing in (0, 1):
+        np.savez_compressed(path, a=zeros)
+        with zipfile.ZipFile(path, "a") as archive:  # the comment fills up the file
+            size = sum(info.file_size for info in archive.infolist())
+            archive.comment = b" " * (size - path.stat().st_size - missing)
+        assert path.stat().st_size == size - missing
+        if not missing:
+            assert read_npz(path)["a"].tolist() == zeros.tolist()
+    with pytest.raises(ValueError, match=r"x\.npz would unpack to more than its size"):
+        read_npz(path)
 
 
 def test_an_npz_with_python_objects_is_never_loaded(tmp_path: Path) -> None:

@@ -60,6 +60,7 @@ def test_noise_is_attributed_to_its_levels() -> None:
     assert simulated(process=0.001, block=0.02, steal=0.05).bound_by == "neighbours"
     assert simulated(process=0.001, block=0.02, clock=(2000.0, 2100.0)).bound_by == "clocks"
     assert simulated(process=0.001, block=0.02, clock=(2000.0, 2060.0)).bound_by == "block"
+    assert simulated(rounds=1, clock=(2000.0,)).clock_spread == 0
 
 
 @pytest.mark.parametrize(

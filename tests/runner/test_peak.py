@@ -129,6 +129,15 @@ def test_each_planned_round_also_runs_at_full_load(fake_study: Any, tmp_path: Pa
     }
 
 
+def test_idle_power_is_recorded_where_a_run_was_stopped(
+    fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peak, "IDLE_S", 0.0)
+    (tmp_path / "idle").mkdir()
+    peak.keep_idle(fake_study(), tmp_path, Progress(quiet=True))
+    assert (tmp_path / "idle/telemetry.npz").is_file()
+
+
 @pytest.mark.usefixtures("preloaded")
 def test_without_energy_no_idle_or_sustained_load_is_measured(fake_study: Any, tmp_path: Path) -> None:
     execute_module.execute(fake_study(), tmp_path / "run", Progress(quiet=True))

@@ -242,6 +242,7 @@ def test_groups_load_in_parallel_before_any_measures(study: Any, tmp_path: Path,
     groups = _groups(study(*meeting, timeout=120.0), tmp_path, ended)
     turns.load_in_parallel(groups)
     assert len(windows(marks, "loading")) == 4 and not ended
+    assert groups[0].progress.stage == "first call"
     for group in groups:
         group.run()
     members = [member for group in groups for member in group.members]

@@ -274,6 +274,36 @@ def test_disturbed_passes_are_left_out_of_every_stage() -> None:
     assert application._average_stages(arrays) == pytest.approx({name: 2 * each for name, each in seconds.items()})
 
 
+def test_requests_are_answered_in_turn_for_the_time_and_in_whole_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    from dyno.worker.jobs import application as job
+
+    for whole_passes, answers in ((False, 11), (True, 12)):
+        answered = list[int]()
+        monkeypatch.setattr(job, "now", lambda: len(answered) * 100_000_000)  # noqa: B023
+        requests = SimpleNamespace(answer=lambda index: answered.append(index) or (1, 2, 3, 2_000_000_000))  # noqa: B023
+        seconds = job._answer_requests(requests, 4, 1.05, whole_passes)
+        assert answered == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3][:answers]
+        assert seconds.shape == (answers, 4) and (seconds[:, 3] == 2).all()
+
+
+def test_a_single_request_is_answered_by_the_network_then_by_the_engine() -> None:
+    torch = pytest.importorskip("torch")
+    from dyno.worker.jobs.application import _InstrumentedApplication
+    from dyno.worker.nets.models import Application
+
+    answers, nothing = list[Any](), lambda *_: None
+    stages = SimpleNamespace(preprocess=lambda request: request, postprocess=answers.append)
+    requests = _InstrumentedApplication(
+        Application("app.py:Own", stages, torch.nn.Identity(), lambda: [torch.ones(2)]), []
+    )
+    engine = SimpleNamespace(inputs=[SimpleNamespace(name="input")], bind=nothing, run=nothing, wait=nothing,
+                             fetch=lambda: {"output": np.array([5, 6], np.float32)})  # fmt: skip
+    requests.use(cast("Any", engine))
+    requests.answer(0)
+    assert [answer.tolist() for answer in answers] == [[1, 1], [5, 6]]
+
+
 Pair = namedtuple("Pair", "first second")
 
 

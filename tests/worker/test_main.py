@@ -260,7 +260,7 @@ def test_outputs_that_drift_with_each_call_are_a_warning(
 
 
 def test_cpu_contention_is_a_warning(fake_trial: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(main.system.CpuContention, "count_busy", lambda _: 1.5)
+    monkeypatch.setattr(main.system.CpuContention, "count_busy", lambda _: 1.50049)
     record = done(Job("run", trial=fake_trial()), tmp_path)
     assert record.facts.others_busy == {"model": 1.5, "all": 1.5}
     count = len(main.system.shared_processors())

@@ -253,6 +253,7 @@ def test_throughput_of_a_fixed_number_of_samples_ends(clock: Clock) -> None:
     session = Scripted(0.001, sleep=clock.sleep)
     found = measure.measure_throughput(session, FEEDS, 2, replace(PLAN, seconds=1e6, max_samples=25))
     assert (session.calls.count("run0"), session.calls.count("fetch0"), found.stopped) == (25, 25, "samples")
+    assert found.samples == pytest.approx([2 / 0.001]), "shorter than a window"
 
 
 def test_throughput_is_measured_for_batches_longer_than_the_budget(clock: Clock) -> None:

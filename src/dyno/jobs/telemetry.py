@@ -192,7 +192,8 @@ class Telemetry:
 
 def _busy_seconds() -> float:
     times = psutil.cpu_times()
-    return float(sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0))
+    # Guests are counted in user and nice already.
+    return float(sum(times) - sum(getattr(times, name, 0.0) for name in ("idle", "iowait", "guest", "guest_nice")))
 
 
 def count_busy(seconds: float) -> float:

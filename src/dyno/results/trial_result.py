@@ -555,7 +555,7 @@ def find_trial(results: Results, choice: str) -> TrialResult:
     if len(models) > 1 or len(variants) > 1:
         labels = ", ".join(f"{t.id} ({t.label})" for t in matches)
         raise UserError(f"{choice!r} fits several trials of {results.folder}; choose one by its id: {labels}")
-    return min(matches, key=lambda t: (not t.good, t.batch))
+    return min(matches, key=lambda t: t.batch)
 
 
 def match_form(results: Results, text: str) -> tuple[str, list[TrialResult]]:

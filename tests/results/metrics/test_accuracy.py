@@ -145,6 +145,7 @@ def test_a_loss_equal_to_the_budget_is_rarely_decided(images: int, points: float
 def test_candidates_of_one_search_share_the_error() -> None:
     """The k-th candidate may spend 1 / (k (1 + 1/2 + … + 1/10)) of 2.5 %: 0.85 %, 0.43 %, 0.28 %."""
     assert accuracy.confirm([0.0085, 0.0085, 0.0028, 0.0]) == [True, False, True, True]
+    assert accuracy.confirm([0.00853]) == [True] and accuracy.confirm([0.00854]) == [False]
     assert sum(0.025 / (k * sum(1 / n for n in range(1, 11))) for k in range(1, 11)) == pytest.approx(0.025)
 
 

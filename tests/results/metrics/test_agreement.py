@@ -1,5 +1,6 @@
 """Agreement of outputs and of boxes: the isclose share, errors, values that are not finite, objects in any order."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import detected
 import synthetic
 from dyno.results.correctness import check_correctness
 from dyno.results.metrics import agreement
-from dyno.results.trial_result import Results, load_run
+from dyno.results.trial_result import Results, TrialResult, load_run
 from dyno.worker.spec import UserError
 
 VALUES = arrays(np.float32, (4, 3), elements=st.floats(-1e4, 1e4, width=32))
@@ -73,6 +74,8 @@ def test_ranks_match_hand_computed_values() -> None:
     assert second.mae == pytest.approx(0.05)  # 0.6 instead of 0.5, in one of two inputs
     assert second.disagreement == third.disagreement == 0.5
     assert agreement.compare_ranks({}, reference) == []
+    odd = {"topk_index": np.zeros((1, 3), np.int32), "topk_score": np.array([[np.inf, 1, np.nan]])}
+    assert [rank.mae for rank in agreement.compare_ranks(odd, odd)] == [0, 0, 0]
 
 
 def test_stored_trials(demo: Results) -> None:
@@ -158,15 +161,16 @@ def test_a_box_must_overlap_by_half(shift: float, share: float) -> None:
 
 
 def test_boxes_match_only_in_class_and_image_and_with_an_area() -> None:
-    reference, flat = (0, 1, 0.9, BOX), (0, 0, 0.9, (10.0, 10.0, 10.0, 50.0))
+    reference, flat, thin = (0, 1, 0.9, BOX), *((0, 0, 0.9, (10.0, 10.0, right, 50.0)) for right in (10.0, 10.25))
     for own, other in (
         ([(0, 2, 0.9, BOX)], reference),
         ([(1, 1, 0.9, BOX)], reference),
         ([], reference),
         ([flat], flat),
+        ([thin], thin),
     ):
         both = agreement.judge_boxes(detection_arrays(*own), detection_arrays(other))
-        assert both is not None and both.share == 0
+        assert both is not None and both.share == (other is thin)
 
 
 def test_each_detection_is_matched_once() -> None:
@@ -208,7 +212,99 @@ def test_stored_trials_are_compared(tmp_path: Path) -> None:
     first, second = sorted(load_run(tmp_path), key=lambda t: t.backend, reverse=True)
     both = agreement.compare_boxes(second, first)
     assert both is not None and 0 < both.share < 1 and both.own_share == 1
+    flips = agreement.list_box_flips(second, first)
+    assert flips is not None and flips.images == len(truth["images"])
+    lost = [flip.lost for flip in flips.flips]
+    assert lost == sorted(lost, reverse=True) and sum(lost) == both.expected - both.matched
+    assert not any(flip.gained or flip.renamed for flip in flips.flips)
     whole, fewer = (len(way["detection_score"]) for way in ways)
     for own, reference in ((second, first), (first, second)):
         held = check_correctness(own, reference)
         assert held is not None and held.changed == pytest.approx(1 - fewer / whole) and held.answers == whole
+
+
+def stored_pair(folder: Path, own: Arrays, reference: Arrays, task: str = "") -> list[TrialResult]:
+    """Return two trials with these raw outputs."""
+    trials = load_run(synthetic.write_run(folder, [synthetic.Way("pytorch"), synthetic.Way("onnxruntime")])).trials
+    for trial, outputs in zip(trials, (reference, own), strict=True):
+        for stored in trial.rounds:
+            np.savez(stored.folder / "outputs.npz", **outputs)
+    return [
+        replace(t, spec=replace(t.spec, model=replace(t.spec.model, task=task or t.spec.model.task)))
+        for t in reversed(load_run(folder).trials)
+    ]
+
+
+def paired(folder: Path, own: Arrays, reference: Arrays, task: str = "") -> agreement.PairedRows | None:
+    return agreement.pair_rows(*stored_pair(folder, own, reference, task))
+
+
+def raw(*rows: int, **lists: np.ndarray) -> Arrays:
+    """Return these rows of an image's raw outputs, of which each image has another number."""
+    outputs = {f"output:{name}": array[[*rows]] for name, array in lists.items()}
+    return outputs | {f"rows:{name}": np.array([len(rows)]) for name in lists}
+
+
+LISTS = {
+    "boxes": np.array([[0, 0, 0, 20], [10, 10, 50, 30], [5, 40, 25, 60], [60, 10, 60.5, 50]], np.float32),
+    "labels": np.array([1, 0, 0, 0]), "scores": np.array([0.9, 0.8, 0.7, 0.6], np.float32),
+    "masks": np.tile(np.float32([3, 4]), (4, 1)),
+}  # fmt: skip
+SCORED = {"dets": np.c_[LISTS["boxes"], LISTS["scores"]], "labels": LISTS["labels"]}
+QUERIES = {"pred_boxes": np.linspace(0.1, 0.9, 16, dtype=np.float32).reshape(4, 4),
+           "pred_logits": np.linspace(-9, 2, 12, dtype=np.float32).reshape(4, 3)}  # fmt: skip
+KEYPOINTS = {"rows": np.c_[LISTS["boxes"], LISTS["scores"], LISTS["labels"], np.full((4, 6), 0.5)].astype(np.float32)}
+
+
+def test_raw_boxes_have_the_largest_error_of_box_score_and_other_values(tmp_path: Path) -> None:
+    """Boxes cut off at the edge have no area; the third has no partner."""
+    own = LISTS | {"boxes": LISTS["boxes"] + np.float32([[0], [2], [50], [0]])}
+    own |= {"scores": np.float32([0.81, 0.8, 0.7, 0.6]), "masks": LISTS["masks"] + np.float32([[0, 0]] * 3 + [[0, 2]])}
+    found = paired(tmp_path, raw(*range(4), **own), raw(*range(4), **LISTS))
+    assert found is not None and found.images == 1
+    # Of the longer side, of the norm, and of the highest score.
+    assert found.errors == pytest.approx([2 / 40, 2 / 5, 0.1, 1, 1])
+    np.testing.assert_allclose(found.own["2"][:, 0], [0.8, 0.6, 0.81, np.nan, 0.7])
+    np.testing.assert_allclose(found.reference["2"][:, 0], [0.8, 0.6, 0.9, 0.7, np.nan])
+    own |= {"masks": LISTS["masks"] * np.nan}
+    found = paired(tmp_path / "nan", raw(*range(4), **own), raw(*range(4), **LISTS))
+    assert found is not None and found.errors.tolist() == [1] * 5
+
+
+@pytest.mark.parametrize("lists", [LISTS, SCORED, KEYPOINTS], ids=["lists", "scored", "keypoints"])
+def test_raw_boxes_agree_in_any_order_and_lack_partners_in_an_empty_image(tmp_path: Path, lists: Arrays) -> None:
+    task = "pose" if lists is KEYPOINTS else ""
+    for name, own, errors in (("order", (2, 0, 3, 1), [0] * 4), ("lost", (), [1] * 3)):  # not the lowest score
+        for swap in (False, True):
+            both = [raw(*rows, **lists) for rows in (own, range(4))]
+            found = paired(tmp_path / f"{name}{swap}", *(both[::-1] if swap else both), task=task)
+            assert found is not None and found.errors.tolist() == errors, (name, swap)
+
+
+def test_the_last_of_the_most_boxes_an_image_has_may_lack_a_partner(tmp_path: Path) -> None:
+    """A limit may have cut it: of four and three boxes the fourth and the seventh, the lowest score of all."""
+    lists = {"boxes": np.tile(SCORED["dets"][:, :4], (2, 1))[:7], "labels": np.arange(7)}
+    lists["scores"] = np.linspace(0.9, 0.3, 7, dtype=np.float32)
+    reference = raw(*range(7), **lists) | {f"rows:{name}": np.array([4, 3]) for name in lists}
+    for lost, errors in ((3, [0] * 6), (2, [0] * 6 + [1]), (6, [0] * 6), (5, [0] * 6 + [1])):
+        kept = np.delete(np.arange(7), lost)
+        own = raw(*kept, **lists) | {f"rows:{name}": np.array([4 - (lost < 4), 3 - (lost >= 4)]) for name in lists}
+        found = paired(tmp_path / str(lost), own, reference)
+        assert found is not None and found.errors.tolist() == errors, lost
+
+
+@pytest.mark.parametrize("lists", [SCORED, QUERIES], ids=["scored", "queries"])
+def test_a_fixed_number_of_boxes_agrees_in_any_order(tmp_path: Path, lists: Arrays) -> None:
+    own, reference = ({f"output:{name}": np.stack([a[rows]] * 2) for name, a in lists.items()}
+                      for rows in ([2, 0, 1, 3], [*range(4)]))  # fmt: skip
+    found = paired(tmp_path, own, reference, task="detect")
+    assert found is not None and (found.images, found.errors.tolist()) == (2, [0] * 8)
+
+
+def test_outputs_with_row_counts_and_without_are_paired_per_batch(tmp_path: Path) -> None:
+    values = np.arange(5.0)
+    own, reference = stored_pair(
+        tmp_path, {"output:y": values, "rows:y": np.array([1, 1, 1, 1, 1])}, {"output:y": values}
+    )
+    (a,), (b,), omitted = agreement.paired_outputs(own, reference)
+    assert (a.tolist(), b.tolist(), omitted) == (values.tolist(), values.tolist(), 0)

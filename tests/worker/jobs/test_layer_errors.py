@@ -16,7 +16,7 @@ from dyno.worker.backends.open_vino import OPENVINO
 from dyno.worker.facts.job import LayerErrors
 from dyno.worker.jobs import layers
 from dyno.worker.numerics import compare as numerics_compare
-from dyno.worker.spec import Artifact, DataSpec, Dims, Job, ModelSpec, Runtime, Trial, UserError
+from dyno.worker.spec import Artifact, DataSpec, Dims, Job, ModelSpec, Runtime, Trial
 from refusals import refuses
 
 onnx = pytest.importorskip("onnx")
@@ -112,7 +112,7 @@ def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         trial = Trial(ModelSpec("net", ""), "own", "fp32", Dims(1, 8, 8), settings, data=images, runtime=one)
         artifacts = [Artifact("onnx", str(path), "", 0, "fp32", (), (), 0.0) for path in paths]
         layers.store_reference(
-            Job("reference", trial=trial, artifact=artifacts[0], options={"runs": 3}), tmp_path, said
+            Job("reference", trial=trial, artifact=artifacts[0], options={"runs": 3}), tmp_path, stages.append
         )
         more = {
             "graph": str(paths[1]),
@@ -121,13 +121,10 @@ def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             "limits": FP32,
         }
         job = Job("layer_errors", trial=trial, artifact=artifacts[1], options={**more, "always": False})
-        return layers.compare_engine(job, tmp_path, said)
+        return layers.compare_engine(job, tmp_path, stages.append)
 
+    stages = run.stages = []
     return run
-
-
-def said(stage: str) -> None:
-    """Ignore progress."""
 
 
 def own(found: LayerErrors) -> dict[str, float]:
@@ -214,6 +211,7 @@ def test_comparing_in_parts_gives_the_same_result(compare: Any, monkeypatch: pyt
     in_parts = compare(network(), wrong)
     assert (at_once.parts, in_parts.parts) == (1, 11) and at_once.suspects == in_parts.suspects == ("c2",)
     assert own(at_once) == pytest.approx(own(in_parts))
+    assert compare.stages[:2] == ["run the reference", "run the unmodified engine"]
 
 
 def test_fewer_runs_are_compared_when_memory_is_short(compare: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,9 +274,10 @@ def test_unmatched_tensors_are_counted(compare: Any) -> None:
     assert (found.unmatched, found.reference_layers) == (10, 12)
 
 
-def test_non_finite_inputs_are_refused() -> None:
-    with pytest.raises(UserError, match="input 'x' has values that are NaN or infinite"):
-        numerics_compare.check_finite([{"x": np.array([1.0, np.nan])}])
+def test_non_finite_inputs_are_refused(compare: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    feeds = [{"x": np.full((1, 3, 8, 8), value, np.float32)} for value in (1, np.nan)]
+    monkeypatch.setattr(layers.input_data, "read_trial_batches", lambda *_: feeds)
+    refuses("input 'x' has values that are NaN or infinite", compare, network(), network())
 
 
 def test_errors_are_found_in_graphs_with_nameless_nodes(compare: Any) -> None:

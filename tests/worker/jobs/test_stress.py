@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -190,3 +191,23 @@ def test_the_copy_rate_counts_reads_and_writes(monkeypatch: pytest.MonkeyPatch) 
     assert (found.bytes, found.cache) == (1 << 22, 1 << 19), "many times the cache"
     assert found.bytes_per_s == 2 * (1 << 22) / 1e-3, "the fastest"
     assert stress_job.copy(Runtime(threads=1), 0.01).bytes_per_s > 1e7
+
+
+def test_gpu_times_are_between_events_around_the_action() -> None:
+    log = list[str]()
+
+    class Event:
+        def __init__(self, enable_timing: bool = False) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            log.append("record")
+
+        def synchronize(self) -> None:
+            log.append("wait")
+
+        def elapsed_time(self, end: "Event") -> float:
+            return 2.5 if end is not self else 0.0  # ms
+
+    time_on_gpu = stress_job._make_gpu_timer(SimpleNamespace(cuda=SimpleNamespace(Event=Event)))
+    assert time_on_gpu(lambda: log.append("act")) == 0.0025 and log == ["record", "act", "record", "wait"]

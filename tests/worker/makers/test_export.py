@@ -16,6 +16,7 @@ import onnx_text
 from dyno.worker.backend import Session
 from dyno.worker.evaluation.evaluate import evaluate
 from dyno.worker.inputs import input_data
+from dyno.worker.makers import export
 from dyno.worker.makers.export import export_recipe, unwrap
 from dyno.worker.makers.onnx_format import ONNX
 from dyno.worker.makers.precision import OnnxInput, OnnxPrecision, convert_recipe, reading_pixels
@@ -38,6 +39,10 @@ class Baked(nn.Module):
     def forward(self, x):
         x = x + 0 * x.amax()
         return x.reshape(int(torch.tensor(x.shape[0])), -1)
+
+class Wide(nn.Module):
+    """Tracing warns of the width, which is fixed."""
+    def forward(self, x): return x.reshape(-1, int(torch.tensor(x.shape[1])) * 16)
 
 class Branch(nn.Module):
     """Dynamo has no amax of all axes, tracing is right."""
@@ -90,6 +95,7 @@ def counting(): return Counting()
 def bent(): return Bent()
 def each(): return Each()
 def baked(): return Baked()
+def wide(): return Wide()
 def branch(): return Branch()
 def several(): return Several()
 def quantised():
@@ -178,6 +184,17 @@ def test_a_graph_with_a_hard_coded_batch_is_refused(tmp_path, nets):
     with pytest.raises(UserError, match=r"fixed batch \(--batch 1\).*torchscript exporter: wrote") as caught:
         make(tmp_path, ModelSpec("baked", f"{nets}:baked"), Dims(0, 4, 4))
     assert "\n" not in str(caught.value)
+
+
+def test_a_trace_with_warnings_is_checked_at_a_larger_batch_that_fits_into_memory(tmp_path, nets, monkeypatch):
+    for limit, notes in (
+        (1, ("the graph was traced, with warnings, and compared at batches up to 3 only",)),
+        (1e9, ()),
+    ):
+        monkeypatch.setattr(export, "LARGER_B", limit)
+        (tmp_path / f"{limit}").mkdir()
+        made = make(tmp_path / f"{limit}", ModelSpec("wide", f"{nets}:wide"), Dims(0, 4, 4), exporter="torchscript")
+        assert made.made_by.warnings == notes
 
 
 def test_outputs_in_dicts_and_lists_get_names(tmp_path, nets):

@@ -49,17 +49,24 @@ def test_layers_are_ranked_from_the_most_sensitive(digits: Any, target: str, tmp
     assert made.precision == "fp32" and made.made_by.ranked_on == 16
 
 
-@pytest.mark.parametrize(("narrow", "steps"), [(False, 127), (True, 63)])
-def test_the_cost_of_a_layer_comes_from_its_rounded_inputs_and_weights(narrow: bool, steps: int) -> None:
-    """Inputs have one scale, weights one for each output."""
+@pytest.mark.parametrize(
+    ("narrow", "steps", "scheme", "least", "of_x"),
+    [(False, 127, "S8", -3, 3 / 127), (True, 63, "S8", -3, 3 / 127), (False, 127, "U8", 0.5, 3 / 255)],
+)
+def test_the_cost_of_a_layer_comes_from_its_rounded_inputs_and_weights(
+    narrow: bool, steps: int, scheme: str, least: float, of_x: float
+) -> None:
+    """Inputs have one scale, and 0 in their range; weights have one for each output."""
     rng = np.random.default_rng(0)
-    x, w, b = (rng.uniform(-3, 3, shape).astype(np.float32) for shape in ((9, 4), (4, 3), (3,)))
+    x, w, b = (
+        rng.uniform(low, 3, shape).astype(np.float32) for low, shape in ((least, (9, 4)), (-3, (4, 3)), (-3, (3,)))
+    )
     model = onnx_text.model("(float[9, 4] x) => (float[9, 3] y) { [layer] y = Gemm(x, w, b) }", w=w, b=b)
     seen = CalibratedGraph(
-        model, Scheme("S8", False), frozenset({"Gemm"}), set(), False, {"x": (-3.0, 3.0)}, None, narrow, ()
+        model, Scheme(scheme, False), frozenset({"Gemm"}), set(), False, {"x": (least, 3.0)}, None, narrow, ()
     )
     (found,) = rank(model, int8_changes(seen), [{"x": x}], 1, lambda *_: None)
-    of_x, of_w = 3 / 127, np.abs(w).max(axis=0) / steps
+    of_w = np.abs(w).max(axis=0) / steps
     rounded = np.round(x / of_x) * of_x @ (np.round(w / of_w) * of_w) + b
     assert found.node == "layer" and found.sqnr_db == pytest.approx(compute_sqnr([x @ w + b], [rounded]), abs=0.01)
 

@@ -1,5 +1,6 @@
 """An exported graph is compared with its module, and rounding is told apart from a wrong graph."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -113,6 +114,8 @@ def test_boxes_are_compared_as_a_set(tmp_path):
     assert verify_graph(path, read_io(str(path))[1], boxes).boxes_apart == 0
     path = suppressing(everything[:199], 0, tmp_path / "one.onnx")  # rounding at a threshold may lose one box
     assert verify_graph(path, read_io(str(path))[1], boxes).boxes_apart == 1
+    path = suppressing(np.arange(200), 0, tmp_path / "same.onnx")
+    assert verify_graph(path, read_io(str(path))[1], replace(boxes, rows=False)).max_abs_error == 0
     for order, shift, said in [(everything, 2, "400 of 400 boxes"), (everything[:190], 0, "10 of 390 boxes")]:
         path = suppressing(order, shift, tmp_path / "wrong.onnx")
         with pytest.raises(WrongGraph, match=said):

@@ -4,7 +4,8 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from dyno.worker.backend import Session
 from dyno.worker.backends.fake import FakeSession
+from dyno.worker.facts.engine import EngineFacts
 from dyno.worker.facts.job import Layer
 from dyno.worker.inputs.input_data import read_normalisation
 from dyno.worker.jobs import run_trial
@@ -19,7 +21,7 @@ from dyno.worker.layers.graph import list_kernels
 from dyno.worker.registry import find
 from dyno.worker.sessions import gpu
 from dyno.worker.sessions.gpu import DEFAULT_SLOTS, slots_of
-from dyno.worker.sessions.onnx_runtime_session import Profile, by_run, events_in
+from dyno.worker.sessions.onnx_runtime_session import CudaSession, Profile, by_run, events_in
 from dyno.worker.sessions.torch_support import compiler_errors, is_quantised
 from dyno.worker.spec import INFERENCE_PARTS, Dims, ModelSpec, Preprocess, Runtime, Trial, Unavailable
 
@@ -31,6 +33,14 @@ def trial(**options: Any) -> Trial:
 def test_slots_have_a_default_and_an_option() -> None:
     assert slots_of(trial()) == DEFAULT_SLOTS
     assert slots_of(trial(slots=1)) == 1
+
+
+@pytest.mark.parametrize(("nodes", "note"), [(0, ()), (3, ("3 of 9 nodes ran on the CPU, with copies around them",))])
+def test_nodes_on_the_cpu_are_a_note_of_onnx_runtime_on_a_gpu(nodes: int, note: tuple[str, ...]) -> None:
+    known = EngineFacts(layers=9, notes=("a note",), nodes_by_provider={"CPUExecutionProvider": nodes})
+    session = SimpleNamespace(_file=SimpleNamespace(facts=lambda *_: known), _providers=[("cuda", {"a": 1})], slots=2)
+    facts = CudaSession.facts(cast("Any", session))
+    assert facts.notes == ("a note", *note) and facts.options == {"slots": 2, "a": 1}
 
 
 @pytest.fixture(autouse=True)

@@ -15,12 +15,12 @@ from dyno.worker.facts.job import is_labels
 from dyno.worker.numerics.closeness import ATOL, RTOL, Closeness, compare_all
 from dyno.worker.spec import UserError
 from dyno.worker.tasks import layouts
-from dyno.worker.tasks.layouts import FinalRows, Lists, ObservedOutputs, Pairs
+from dyno.worker.tasks.layouts import FinalRows, Lists, ObservedOutputs, Pairs, ScoredLists
 from dyno.worker.tasks.postprocess import BoxForm
 
 # Raw outputs of networks with built-in NMS, read as rows of boxes per image.
 
-BOX_VALUES = 4  # number of values of a box
+BOX_VALUES = 4, 5  # number of values of a box, without or with its score
 MAX_IMAGES_READ = 100  # images to read rows of
 MAX_PLACES = 10_000  # exceeds any number of classes
 
@@ -71,7 +71,7 @@ def read_box_rows(trial: TrialResult) -> BoxRows | None:
     images = np.repeat(np.arange(len(counts)), counts)
     keep = (scores > 0) & (images < MAX_IMAGES_READ)
     values = {str(i): table[keep].astype(np.float64) for i, table in enumerate(tables.values())}
-    rest = [result.extra_values.T] if result.extra_values is not None and result.extra_values.size else []
+    rest = [result.extra_values.T] if result.extra_values is not None and len(result.extra_values) else []
     rest += [table for name, table in tables.items() if name not in fit.names]
     rows = np.bincount(images[keep], minlength=min(len(counts), MAX_IMAGES_READ))
     return BoxRows(images[keep], boxes[keep], scores[keep], labels[keep].astype(np.float64),
@@ -95,7 +95,8 @@ def _choose_layout(
         return None
     task, shapes = trial.task, {name: array.shape for name, array in arrays.items()}
     extra = None if task.needs else 0  # any number of masks or keypoints
-    fits = (FinalRows, Lists, Pairs) if task.labels == "objects" else (FinalRows, Lists)
+    kinds = (FinalRows, Lists, ScoredLists)
+    fits = (*kinds, Pairs) if task.labels == "objects" else kinds
     try:
         outputs = ObservedOutputs(shapes, size, 0, extra, values=arrays)
         best_fit = layouts.list_fits(outputs, fits)[0]
@@ -140,7 +141,7 @@ def _make_tables(
 
 def _is_fixed(outputs: Mapping[str, np.ndarray]) -> bool:
     """Return whether an output has the same number of boxes for every image."""
-    return any(a.ndim == 3 and (a.shape[2] == BOX_VALUES or len(layouts.LAST_ROW) <= a.shape[2] < a.shape[1])
+    return any(a.ndim == 3 and (a.shape[2] in BOX_VALUES or len(layouts.LAST_ROW) <= a.shape[2] < a.shape[1])
                for a in outputs.values())  # fmt: skip
 
 

@@ -97,7 +97,7 @@ def relative_errors(a: np.ndarray, b: np.ndarray, channels: bool = False) -> np.
     shape = (count, b.shape[1], -1) if channels and b.ndim > 2 else (count, 1, -1)
     size = np.linalg.norm(b.reshape(shape), axis=2)
     # Outputs near 0 of one input are judged by the size of the other inputs' outputs.
-    size = np.maximum(size, np.sqrt(np.mean(size**2, axis=0, keepdims=True)))
+    size = np.maximum(size, np.sqrt(np.mean(size**2, axis=0)))
     size = np.maximum(size, MIN_CHANNEL_SHARE * size.max(axis=1, keepdims=True))
     with np.errstate(invalid="ignore"):
         distance = np.linalg.norm((a - b).reshape(shape), axis=2)
