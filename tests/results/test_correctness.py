@@ -161,7 +161,7 @@ def test_rows_are_compared_only_where_counts_match(tmp_path: Path) -> None:
     def held(change: object) -> Correctness | None:
         for number, trial in enumerate(results.trials):
             rows = np.r_[counts[0], change(counts[1:])] if number else counts  # type: ignore[operator]
-            values = np.concatenate([np.arange(n) + 10.0 * i for i, n in enumerate(rows)])
+            values = np.concatenate([np.arange(n) + 10 * i + 0.5 for i, n in enumerate(rows)])
             _change(trial, {"output:output": values, "rows:output": rows})
         return check_correctness(*reversed(load_run(tmp_path / "run").trials))
 
@@ -297,7 +297,7 @@ def _next_class(rows: int, columns: int) -> Callable[[np.ndarray], None]:
         ("bf16", 64, 22, False),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("dtype", ["int64", "uint8"])
+@pytest.mark.parametrize("dtype", ["int64", "uint8", "float32"])
 def test_class_maps_are_judged_by_their_share_of_changed_pixels(
     tmp_path: Path, precision: str, rows: int, columns: int, ok: bool, dtype: str
 ) -> None:

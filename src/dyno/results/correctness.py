@@ -20,7 +20,7 @@ from dyno.results.metrics import agreement
 from dyno.results.metrics.precision import read_truth
 from dyno.results.trial_result import Results, TrialResult, load_run
 from dyno.worker.facts.engine import QUANTISED_PRECISIONS
-from dyno.worker.facts.job import MIN_LABELS, is_labels
+from dyno.worker.facts.job import MIN_LABELS, have_labels, is_labels
 from dyno.worker.numerics.closeness import find_one_sided
 from dyno.worker.numerics.closeness import relative_errors as distances
 from dyno.worker.spec import OTHER_NAMES, PRECISIONS, Trial, UserError, usual_name
@@ -316,7 +316,7 @@ def check_correctness(trial: TrialResult, reference: TrialResult) -> Correctness
     pairs = [(a[:n], b[:n]) for a, b in zip(actual, expected, strict=True) if (n := min(len(a), len(b))) and b[:1].size]
     if not pairs:
         return None
-    values = [pair for pair in pairs if not _have_labels(*pair)]
+    values = [pair for pair in pairs if not have_labels(*pair)]
     if text := _compare_not_finite(values):
         return Correctness(np.inf, None, tolerance, precision, text)
     errors = [distances(a, b, has_channels) for a, b in values]
@@ -324,7 +324,7 @@ def check_correctness(trial: TrialResult, reference: TrialResult) -> Correctness
     changed, answers = None, 0
     if worst_error > tolerance.close:
         changed, answers = _compute_changed(trial, reference, actual[0], expected[0], tolerance)
-    labels = [_compare_labels(*pair, values, tolerance, precision) for pair in pairs if _have_labels(*pair)]
+    labels = [_compare_labels(*pair, values, tolerance, precision) for pair in pairs if have_labels(*pair)]
     mismatch = next((fault for _, fault in labels if fault), "")
     share = max((share for share, _ in labels), default=math.nan)
     far, inputs = max(((int((e > tolerance.limit).sum()), len(e)) for e in errors), default=(0, 0))
@@ -336,11 +336,6 @@ def _run_one_quantised_file(a: TrialResult, b: TrialResult) -> bool:
     file = a.spec.model.file
     is_unchanged = all(t.precision in QUANTISED_PRECISIONS and not t.made_by.scheme for t in (a, b))
     return bool(file) and file == b.spec.model.file and is_unchanged
-
-
-def _have_labels(actual: np.ndarray, expected: np.ndarray) -> bool:
-    """Return whether both outputs are labels, also as whole numbers in float32."""
-    return is_labels(expected) or (is_labels(actual) and bool((expected == np.round(expected)).all()))
 
 
 def _compare_not_finite(values: Sequence[tuple[np.ndarray, np.ndarray]]) -> str:

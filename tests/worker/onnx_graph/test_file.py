@@ -260,6 +260,13 @@ def test_weights_of_quantised_operators_are_counted(node: Any, weights: Any, pre
     assert (facts.precision, facts.parameters, facts.quantised_by) == (precision, parameters, node.op_type)
 
 
+@pytest.mark.parametrize("kind", [np.int16, np.uint16])
+def test_weights_of_sixteen_bits_are_parameters(kind: Any) -> None:
+    nodes = [h.make_node("DequantizeLinear", ["w", "s", "z"], ["f"]), h.make_node("MatMul", ["x", "f"], ["y"])]
+    facts = of(nodes, {"w": W.astype(kind), "s": np.float32(0.1), "z": kind(3)})
+    assert (facts.precision, facts.parameters) == ("fp32", W.size)
+
+
 def test_integer_tensors_other_than_weights_do_not_mean_int8() -> None:
     """An image of bytes scaled by the graph, a mask, ids, and a graph without weights."""
     image = [h.make_node("DequantizeLinear", ["x", "s", "z"], ["f"]), h.make_node("MatMul", ["f", "w"], ["y"])]

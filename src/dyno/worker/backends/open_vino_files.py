@@ -34,6 +34,7 @@ NUMBER_LIST = re.compile(r"[\d.eE+-]+")
 TYPE_PRECISIONS = {type_: precision for precision, type_ in reversed(PRECISION_TYPES.items())} | {"float64": "fp32"}
 ONNX_METADATA_KEY = "framework"  # IR entry with an ONNX file's metadata
 COMPARE_ADVICE = "one of the two is wrong: compare its outputs with those of onnxruntime"  # if two readings differ
+FREE_ADVICE = " only while axes are free: trials fix the shapes and agree, so call reshape() before compiling the file"
 MAX_OUTPUT_ERROR = 0.2  # share of an output's norm, far above rounding
 MAX_CHECKED_BYTES = 1 << 30  # larger files aren't compared after conversion
 MODEL_INFO_KEY = "model_info"  # entry of OpenVINO's Model API, also in ultralytics' files
@@ -164,14 +165,14 @@ def _compare_shapes(model: Any, declared: Sequence[Tensor]) -> tuple[str, ...]:
 
 
 def _compare_values(model: Any, parent: Artifact, recipe: Recipe) -> tuple[str, ...]:
-    """Return a warning if outputs for a random input are far from ONNX Runtime's; () if unknown.
+    """Return a warning if outputs for a random input are far from ONNX Runtime's; () if unknown. Reshape the model.
 
     It is unknown for whole numbers, outputs of another shape, random outputs, files that ONNX Runtime refuses, and huge
     files.
     """
     if recipe.precision in QUANTISED_PRECISIONS or parent.bytes > MAX_CHECKED_BYTES:
         return ()
-    dims, ov = replace(recipe.dims, batch=recipe.dims.batch or 1), import_library()
+    dims = replace(recipe.dims, batch=recipe.dims.batch or 1)
     try:
         feeds = next(
             input_data.read_batches(DataSpec(), recipe.model.preprocess, parent.inputs, dims, 1, recipe.model.inputs)
@@ -179,16 +180,24 @@ def _compare_values(model: Any, parent: Artifact, recipe: Recipe) -> tuple[str, 
         inputs = {tensor.name: feeds[tensor.name] for tensor in parent.inputs}
         runner = make_session(parent.path)
         expected, repeat = (runner.run([tensor.name for tensor in parent.outputs], inputs) for _ in range(2))
-        results = ov.compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})(inputs)
-        actual = [results[tensor.name] for tensor in parent.outputs]
+        free, fixed = _find_far(model, inputs, parent, expected), list[str]()
+        if free:
+            model.reshape({name: list(array.shape) for name, array in inputs.items()})  # as trials do
+            fixed = _find_far(model, inputs, parent, expected)
     except MemoryError:
         raise
     except Exception:  # the errors have no common base; the engine's own run reports the fault
         return ()
     if not all(map(np.array_equal, expected, repeat)):
         return ()
-    names = [t.name for t, a, b in zip(parent.outputs, actual, expected, strict=True) if _is_far(a, b)]
-    return (f"{OTHER_VALUES} ({', '.join(names)}); {COMPARE_ADVICE}",) if names else ()
+    advice = f"; {COMPARE_ADVICE}" if fixed else FREE_ADVICE
+    return (f"{OTHER_VALUES} ({', '.join(fixed or free)}){advice}",) if free else ()
+
+
+def _find_far(model: Any, inputs: dict[str, np.ndarray], parent: Artifact, expected: Sequence[Any]) -> list[str]:
+    """Return the names of the outputs that are far from the expected ones."""
+    results = import_library().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})(inputs)
+    return [t.name for t, values in zip(parent.outputs, expected, strict=True) if _is_far(results[t.name], values)]
 
 
 def _is_far(actual: np.ndarray, expected: np.ndarray) -> bool:

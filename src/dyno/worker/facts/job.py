@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,6 +100,7 @@ class Function(Sparse):
 # Layer errors: the distance of each layer's output in an engine from the reference's, and its causes
 
 MIN_LABELS = 16  # number of labels from which one may differ by chance
+MAX_CLASS_NUMBER = 1024  # limit of classes stored in floating point: larger whole numbers are quantities
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,33 @@ def is_labels(array: Any) -> bool:
     kind, shape = array.dtype.kind, array.shape
     if kind not in "iu" or array.dtype.itemsize > 1:
         return bool(kind in "biu")
-    return not (len(shape) in (2, 4) and min(shape[1], shape[-1]) > 1)
+    return not _has_channels(shape)
+
+
+def have_labels(actual: Any, expected: Any) -> bool:
+    """Return whether two outputs are labels, also as numbers in floating point.
+
+    Such are a class map cast to float32, and the integers of an engine that returns float32.
+    """
+    if is_labels(expected):
+        return True
+    if expected.dtype.kind != "f":
+        return False
+    if is_labels(actual):
+        return bool((expected % 1 == 0).all())
+    return not _has_channels(expected.shape) and all(map(_holds_class_numbers, (expected, actual)))
+
+
+def _has_channels(shape: Sequence[int]) -> bool:
+    return len(shape) in (2, 4) and min(shape[1], shape[-1]) > 1
+
+
+def _holds_class_numbers(array: Any) -> bool:
+    """Return whether the values are whole numbers in the range of class numbers, and not all the same."""
+    if not array.size or not (array.reshape(-1)[:100] % 1 == 0).all():
+        return False
+    low, high = array.min(), array.max()
+    return bool(0 <= low < high < MAX_CLASS_NUMBER and (array % 1 == 0).all())
 
 
 # Results of requests at given times

@@ -12,7 +12,7 @@ import numpy as np
 
 from dyno.worker.extras import install
 from dyno.worker.facts.files import ExportCheck
-from dyno.worker.facts.job import MIN_LABELS, is_labels
+from dyno.worker.facts.job import MIN_LABELS, have_labels
 from dyno.worker.onnx_graph.check import make_session
 from dyno.worker.sessions.torch_support import first_line, import_torch, named_outputs, one_thread
 from dyno.worker.spec import Tensor
@@ -203,7 +203,7 @@ def _find_worst_difference(pairs: Sequence[tuple[str, np.ndarray, np.ndarray]], 
 def _compute_difference(name: str, want: np.ndarray, got: np.ndarray, own_error: float) -> float:
     if want.shape != got.shape:
         raise WrongGraph(f"wrote a graph whose {name} is {list(got.shape)} where the module's is {list(want.shape)}")
-    if is_labels(want):
+    if have_labels(got, want):
         count = int((want != got).sum())
         if count > max(MAX_LOST_SHARE * want.size, want.size >= MIN_LABELS):
             raise WrongGraph(f"wrote a graph in whose {name} {count} of {want.size} labels differ from the module's")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dyno.worker.facts.job import is_labels
+from dyno.worker.facts.job import have_labels
 
 ATOL, RTOL = 1e-8, 1e-3
 MAX_COMPARED_VALUES = 4_000_000  # per output, from the first input on
@@ -39,7 +39,7 @@ def compare_all(pairs: Iterable[tuple[np.ndarray, np.ndarray]], rtol: float, ato
     """Compare pairs of equally large arrays, all as one: labels exactly, others in double precision."""
     labels, values = [], [(np.zeros(0), np.zeros(0))]
     for a, b in pairs:
-        if is_labels(b):
+        if have_labels(a, b):
             labels.append(np.ravel(a) == np.ravel(b))
         else:
             values.append((a.astype(np.float64).ravel(), b.astype(np.float64).ravel()))
@@ -83,7 +83,7 @@ def relative_errors(a: np.ndarray, b: np.ndarray, channels: bool = False) -> np.
     unless equal. For labels it is the share that differs.
     """
     count = min(len(a), len(b))
-    if is_labels(b):
+    if have_labels(a, b):
         return shares_changed(a[:count], b[:count])
     count = min(count, max(1, MAX_COMPARED_VALUES // max(1, a[:1].size)))
     if not count or not a[:1].size:

@@ -349,11 +349,13 @@ def type_name(kind: int) -> str:
 
 
 def _iter_constants(graph: Any, prefix: str) -> Iterator[Constant]:
-    """Yield the constants stored in one graph or function; `int32`, the type of quantised biases, is named too."""
+    """Yield the constants stored in one graph or function; quantised ones of 16 or 32 bits have the type `int32`."""
     from onnx import TensorProto
 
+    wide = (TensorProto.INT32, TensorProto.INT16, TensorProto.UINT16)
+
     def make_constant(name: str, kind: int, dims: Sequence[int]) -> Constant:
-        type_label = "int32" if kind == TensorProto.INT32 else type_name(kind)
+        type_label = "int32" if kind in wide else type_name(kind)
         return Constant(prefix + name, type_label, tuple(dims))
 
     for tensor in getattr(graph, "initializer", ()):
