@@ -224,6 +224,18 @@ def test_other_invalid_input_is_refused_in_one_line(net: Path, refused: Any) -> 
     refuses("application is 3; it must be text", dyno.bench_app, 3)
 
 
+def test_an_engine_without_a_result_has_a_sentence_that_says_why(
+    net: Path, preloaded: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(net)
+    settings: dict[str, Any] = {"rounds": 1, "seconds": 0.05, "warmup": 0.02, "out": "run"}
+    refused = dyno.bench_app("net.py:pipeline", backends=("pytorch",), precisions=("int8",), **settings)
+    (reason,) = refused.sentences
+    assert reason.endswith("pytorch has no int8 here (it has fp32, fp16, bf16)"), reason
+    partly = dyno.bench_app("net.py:pipeline", backends=("pytorch",), precisions=("fp32", "int8"), **settings)
+    assert len(partly.sentences) > 1 and partly.sentences[-1] == reason
+
+
 def run_of(*rounds: tuple[float, float, float, float], backend: str = "pytorch", **more: Any) -> ApplicationRun:
     """Build a trial from rounds, each given as the seconds of preprocess, model, postprocess and the whole request."""
     trial = cast(Any, SimpleNamespace(id=backend, label=backend, backend=backend, good=()))

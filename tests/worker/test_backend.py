@@ -64,6 +64,11 @@ def test_an_unknown_backend_suggests_the_nearest_name(wrong: str, near: str) -> 
     refuses(rf"^unknown backend '{wrong}'; did you mean '{near}'\?$", find, wrong)
 
 
+def test_a_backend_with_a_precision_is_refused_with_the_two_options() -> None:
+    wrong = "torchao/int8"
+    refuses(f"^'{wrong}' is a backend and a precision; give --backend torchao --precision int8$", find, wrong)
+
+
 def test_an_unknown_backend_without_a_near_name_lists_all() -> None:
     refuses(rf"^unknown backend 'zzz'; known: {', '.join(list_backends())}$", find, "zzz")
 
@@ -100,7 +105,7 @@ def test_refusals_name_the_available_choices() -> None:
     fake = find("fake")
     assert fake.refuse(TRIAL) == ""
     assert fake.refuse(replace(TRIAL, precision="fp8")) == "fake has no fp8 here (it has fp32, fp16, int8)"
-    step = "; give --precision int8, or --backend torchao/int8"
+    step = "; give --precision int8"
     assert find("torchao").refuse(TRIAL) == f"torchao has no fp32 here (it has int8, fp8, int4){step}"
     assert fake.refuse(replace(TRIAL, precision="tf32")) == "tf32 is a mode of NVIDIA GPUs; a CPU has none"
     assert (

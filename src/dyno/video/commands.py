@@ -63,11 +63,12 @@ def video(
 
 
 def print_load(result: LoadResult, format: str) -> None:
-    """Print the tables of a load, and in text formats the sentences on them."""
+    """Print the tables of a load, and in text formats the sentences on them; `exit_load` prints the failures."""
     from dyno.report.export import export, with_sentences
 
     if result.tables and format in ("text", "markdown", "html"):
-        print(with_sentences(result.tables, result.sentences, format), end="")
+        sentences = [line for line in result.sentences if line not in result.failures]
+        print(with_sentences(result.tables, sentences, format), end="")
     elif result.tables:
         print(export(result.tables, format), end="")
 
@@ -76,6 +77,6 @@ def exit_load(result: LoadResult) -> int:
     """Print the reasons of unfinished trials, and return the exit code."""
     from dyno.report.tables import trial_table
 
-    for trial in (t for t in result.records if t.status != "ok"):
-        print(f"dyno: {trial.label}: {trial.reason}", file=sys.stderr)
+    for line in result.failures:
+        print(f"dyno: {line}", file=sys.stderr)
     return trial_table.exit_code(result.data.frame)

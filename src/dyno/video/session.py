@@ -134,8 +134,13 @@ class LoadResult(Result):
 
     @property
     def sentences(self) -> list[str]:
-        """For each engine its result, its limit, and reasons for doubt."""
-        return self._leading[1]
+        """For each engine its result, its limit, and reasons for doubt, or why it has none."""
+        return [*self._leading[1], *self.failures]
+
+    @property
+    def failures(self) -> list[str]:
+        """Why each trial that isn't ok has no result, or only some of its rounds."""
+        return [f"{trial.label}: {trial.reason}" for trial in self.records if trial.status != "ok"]
 
 
 @dataclass(frozen=True)

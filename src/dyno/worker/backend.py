@@ -204,8 +204,7 @@ class Backend(ABC):
         is_file_precision = trial.precision == trial.model.precision and trial.precision in self.file_precisions
         if trial.precision not in precisions and not is_file_precision:
             is_default = not trial.model.file and trial.precision == (trial.model.precision or "fp32")
-            names = f"--precision {precisions[0]}, or --backend {self.name}/{precisions[0]}" if precisions else ""
-            advice = f"; give {names}" if is_default and names else ""
+            advice = f"; give --precision {precisions[0]}" if is_default and precisions else ""
             return f"{self.name} has no {trial.precision} here (it has {', '.join(precisions)}){advice}"
         if trial.runtime.device.split(":")[0] not in self.devices:
             return f"{self.name} can't run on {trial.runtime.device} (it runs on {', '.join(self.devices)})"

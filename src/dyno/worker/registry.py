@@ -24,6 +24,9 @@ def find(name: str) -> Backend:
     if ":" in name:
         return _import_object(name, Backend, "backend")  # type: ignore[type-abstract]
     if name not in _load_backends():
+        backend, _, precision = name.partition("/")
+        if precision and backend in _load_backends():
+            raise UserError(f"{name!r} is a backend and a precision; give --backend {backend} --precision {precision}")
         check_known("backend", name, list_backends())
     return _load_backends()[name]
 

@@ -202,6 +202,8 @@ def test_a_stopped_run_continues_by_the_same_command(tmp_path: Path) -> None:
 def test_a_run_without_successful_trials_is_a_failure(tmp_path: Path) -> None:
     (one,) = decided(tmp_path, Way("a", statuses=("failed",), reason="no"))
     assert (one.kind, one.sentence) == (FAILURE, "digits at size 64: no trial succeeded.")
+    (other,) = decided(tmp_path / "skipped", Way("a", statuses=("skipped",), reason="no int8 here"))
+    assert (other.kind, other.text) == (FAILURE, "no trial was measured."), "none was tried, so none can fail"
 
 
 @pytest.mark.parametrize("budget", [None, {"top1": 1.2}])

@@ -688,7 +688,8 @@ def list_failed(ranking: Ranking, run: RunData) -> Decision | None:
             text,
             (("next", f"wait: {MEASURING_REASON.format(owner)}" if owner else RESUME_ADVICE),),
         )
-    return Decision(FAILURE, ranking.scope, "no trial succeeded.", (("next", REASONS_NOTE),))
+    text = "no trial was measured." if (ranking.group["status"] == "skipped").all() else "no trial succeeded."
+    return Decision(FAILURE, ranking.scope, text, (("next", REASONS_NOTE),))
 
 
 def _decide_fastest(ranking: Ranking, run: RunData) -> Decision:
