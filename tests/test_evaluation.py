@@ -253,6 +253,45 @@ def test_files_without_normalisation_metadata_have_a_warning(preloaded: str, pho
     assert warned("float", "--task", "classify", names="{0: 'a', 1: 'b', 2: 'c'}")
 
 
+@pytest.mark.parametrize(
+    ("nodes", "largest"),
+    [
+        ("number = Div(image, c255) shifted = Sub(number, mean) z = Div(shifted, std)", 255),
+        ("shifted = Sub(image, mean255) z = Mul(shifted, scale255)", 255),
+        ("number = Mul(scale255, image) z = Sub(number, ratio)", 255),
+        ("shifted = Sub(image, mean) z = Div(shifted, std)", 1),
+        ("number = Div(image, std) z = Sub(number, ratio)", 1),
+        ("z = Identity(image)", None),  # normalised outside, by ImageNet's: a guess
+        ("z = Sub(mean, image)", None),
+        ("number = Mul(image, std) z = Add(number, image)", None),
+    ],
+)
+def test_a_file_that_normalises_images_itself_gets_pixels_in_its_range(
+    call: Any, tmp_path: Path, nodes: str, largest: int | None
+) -> None:
+    """The network tells dark from light images, by a threshold between them in normalised numbers."""
+    from PIL import Image
+
+    for name, grey in (("dark", 60), ("light", 120)):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for number in range(2):
+            Image.new("RGB", (16, 16), (grey + number,) * 3).save(tmp_path / "photos" / name / f"{number}.png")
+    mean, std = (np.array(values, np.float32).reshape(1, 3, 1, 1) for values in (Preprocess().mean, Preprocess().std))
+    limit = np.float32(((90 / 255 - mean) / std).mean())
+    text = f"""(float[N, 3, 16, 16] image) => (float[N, 2] scores) {{
+        {nodes} averages = GlobalAveragePool(z) flat = Flatten(averages) average = ReduceMean<axes = [1]>(flat)
+        light = Sub(average, limit) dark = Neg(light) scores = Concat<axis = 1>(dark, light)
+    }}"""
+    weights = {"mean": mean, "std": std, "c255": np.float32(255), "mean255": 255 * mean, "scale255": 1 / (255 * std),
+               "ratio": mean / std, "limit": limit}  # fmt: skip
+    onnx_text.write(tmp_path / "net.onnx", text, **weights)
+    words = ("--data", "photos", "--backend", "onnxruntime", "--seconds", "0.02", "--warmup", "0.02", "--threads", "1")
+    out = call("eval", "net.onnx", *words, code=0)[1]
+    assert ("as the file doesn't specify them" in out) == (largest is None)
+    if largest:
+        assert "top-1 100.00 %" in out
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("shape", "scored"), [([0, 3, 1, 1], True), ([0, 1, 3], False)], ids=["NxCx1x1", "Nx1xC"])
 def test_missing_class_scores_are_reported(
