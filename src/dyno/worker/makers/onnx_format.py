@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from dyno.worker.backend import FileContents, FileFormat
-from dyno.worker.inputs.specs import image_of
-from dyno.worker.inspection import Purpose
 from dyno.worker.makers.precision import OPTION_CHECKS, convert_recipe
 from dyno.worker.nets import file_facts, flops
 from dyno.worker.onnx_graph import file, graph_facts
 from dyno.worker.option_values import check_values
-from dyno.worker.spec import Option, Preprocess, Recipe, Tensor, Trial
+from dyno.worker.spec import Option, Recipe, Tensor, Trial
 
 
 class OnnxFormat(FileFormat):
@@ -49,19 +47,11 @@ class OnnxFormat(FileFormat):
             outputs,
             facts.precision,
             parameters=facts.parameters,
-            task=_add_normalisation(file_facts.read_purpose(metadata), model, inputs),
+            task=file_facts.add_normalisation(file_facts.read_purpose(metadata), model, inputs),
             image=file_facts.read_image_facts(metadata),
             flops=partial(flops.of_onnx, path),
             lengths=_find_lengths(model, inputs),
         )
-
-
-def _add_normalisation(purpose: Purpose, model: Any, inputs: Sequence[Tensor]) -> Purpose:
-    """Return the purpose with the preprocessing of a graph that normalises its images itself, unless it has one."""
-    image = image_of(inputs) if file_facts.is_normalised(inputs) else None
-    if purpose.preprocess or image is None or not (largest := graph_facts.find_largest_pixel(model, image.name)):
-        return purpose
-    return replace(purpose, preprocess=Preprocess(mean=(0.0,) * 3, std=(1 / largest,) * 3))
 
 
 def _find_lengths(model: Any, inputs: Sequence[Tensor]) -> dict[str, int]:
