@@ -219,7 +219,7 @@ def inspect_model(model: ModelSpec, study: Study, tick: Tick | None = None) -> t
     _refuse_settings(model, study, inspection, channels)
     return replace(
         model,
-        preprocess=apply_normalisation(inspection.preprocess or Preprocess(), study, channels),
+        preprocess=apply_normalisation(_choose_preprocess(inspection, study), study, channels),
         channels=channels,
         precision=inspection.precision,
         task=inspection.task or model.task,
@@ -229,6 +229,17 @@ def inspect_model(model: ModelSpec, study: Study, tick: Tick | None = None) -> t
         outputs=inspection.declared,
         files_sha256=digest(sorted([Path(name).name, sha] for name, sha in files.items())) if files else "",
     ), inspection
+
+
+def _choose_preprocess(inspection: Inspection, study: Study) -> Preprocess:
+    """Return the model's preprocessing; of a file that normalises images itself, one to pixels in its range.
+
+    Random images keep the usual one, so that the file is comparable with the network that it was exported from.
+    """
+    preprocess = inspection.preprocess or Preprocess()
+    if inspection.preprocess_guessed and inspection.largest_pixel and (study.data or study.calibration):
+        return replace(preprocess, mean=(0.0,) * 3, std=(1 / inspection.largest_pixel,) * 3)
+    return preprocess
 
 
 def _refuse_settings(model: ModelSpec, study: Study, inspection: Inspection, channels: int) -> None:

@@ -402,7 +402,9 @@ def _model_facts(study: Study, inspection: Inspection, dims: Dims, model: ModelS
         parameters=int(inspection.parameters or 0),
         file=Path(model.file).name if inspection.signature else "",
         signature=inspection.signature,
-        preprocess_guessed=has_images and not study.mean and is_guess and not by_training,
+        preprocess_guessed=(
+            has_images and not study.mean and is_guess and not by_training and not inspection.largest_pixel
+        ),
         size_guessed=not study.sizes and inspection.size_guessed,
         images_unchecked=inspection.unchecked_images if has_images else "",
     )

@@ -273,7 +273,7 @@ class FileContents:
     `batches` is the smallest, best and largest batch of an engine with a profile; `task` Dyno's metadata on the task
     (`task_facts`); `image` the exporter's metadata on images (`imgsz`, `batch`, `stride`); `flops` counts the
     operations at static shapes; `parameters` is the number of weights (None: not counted). `lengths` holds the lengths
-    of named free axes that a layer's weights fix.
+    of named free axes that a layer's weights fix. `largest_pixel` is 1 or 255 if the graph normalises its images.
     """
 
     inputs: tuple[Tensor, ...]
@@ -285,6 +285,7 @@ class FileContents:
     flops: Callable[[Mapping[str, tuple[int, ...]]], int] | None = None
     parameters: int | None = None
     lengths: Mapping[str, int] = field(default_factory=dict)
+    largest_pixel: float = 0.0
 
 
 class FileFormat(ABC):

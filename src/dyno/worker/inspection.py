@@ -57,9 +57,9 @@ class Inspection(Purpose):
     `outputs` is the number of classes of a classifier's scores (else 0), `flops` the operations of one image by size
     (empty if uncountable). `parameters` belong to the module or file, `channels` and `precision` to a file; `signature`
     has the shapes of a file's inputs and outputs. With `preprocess_guessed`, images are normalised by an unknown mean
-    and standard deviation. `unsupported_images` describes a preparation of images that Dyno lacks, and
-    `unchecked_images` why it couldn't be checked ("": neither). `files` has the sha256 of each file read by the user's
-    code while it made the network.
+    and standard deviation; `largest_pixel` is 1 or 255 if the file normalises them itself. `unsupported_images`
+    describes a preparation of images that Dyno lacks, and `unchecked_images` why it couldn't be checked ("": neither).
+    `files` has the sha256 of each file read by the user's code while it made the network.
     """
 
     size: tuple[int, int] = (0, 0)
@@ -78,6 +78,7 @@ class Inspection(Purpose):
     precision: str = ""
     signature: tuple[tuple[tuple[int | str, ...], ...], ...] = ()
     preprocess_guessed: bool = False
+    largest_pixel: float = 0.0
     unsupported_images: str = ""
     unchecked_images: str = ""
     files: dict[str, str] = field(default_factory=dict)

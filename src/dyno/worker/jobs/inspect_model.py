@@ -484,6 +484,7 @@ def _inspect_file(
         inspection.merge(purpose),
         preprocess=purpose.preprocess or model.preprocess,
         preprocess_guessed=not (contents.task.task or contents.task.preprocess) and file_facts.is_normalised(tensors),
+        largest_pixel=contents.largest_pixel,
         batch=only_batch,
         batch_reason=_batch_reason(tensors, axes, user_shapes),
         batches=contents.batches,  # of an engine's profile

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dyno.worker.backend import FileContents, FileFormat
+from dyno.worker.inputs.specs import image_of
 from dyno.worker.makers.precision import OPTION_CHECKS, convert_recipe
 from dyno.worker.nets import file_facts, flops
 from dyno.worker.onnx_graph import file, graph_facts
@@ -47,10 +48,11 @@ class OnnxFormat(FileFormat):
             outputs,
             facts.precision,
             parameters=facts.parameters,
-            task=file_facts.add_normalisation(file_facts.read_purpose(metadata), model, inputs),
+            task=file_facts.read_purpose(metadata),
             image=file_facts.read_image_facts(metadata),
             flops=partial(flops.of_onnx, path),
             lengths=_find_lengths(model, inputs),
+            largest_pixel=graph_facts.find_largest_pixel(model, image.name) if (image := image_of(inputs)) else 0.0,
         )
 
 

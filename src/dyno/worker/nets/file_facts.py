@@ -15,7 +15,6 @@ from dyno.worker import tasks
 from dyno.worker.inputs.specs import find_axes, image_of
 from dyno.worker.inspection import METADATA_FILE, Inspection, Purpose, order_class_names
 from dyno.worker.nets import ultralytics_models
-from dyno.worker.onnx_graph.graph_facts import find_largest_pixel
 from dyno.worker.spec import InputSpec, ModelSpec, Preprocess, Tensor, UserError, from_json, to_json
 from dyno.worker.tasks import OutputShapes
 
@@ -93,14 +92,6 @@ def is_normalised(tensors: Sequence[Tensor]) -> bool:
     """Return whether a file's image is fed as normalised numbers: uint8 inputs take raw pixels."""
     image = image_of(tensors)
     return image is not None and image.dtype != "uint8"
-
-
-def add_normalisation(purpose: Purpose, graph: Any, tensors: Sequence[Tensor]) -> Purpose:
-    """Return the purpose with the preprocessing of an ONNX graph that normalises its images, unless it has one."""
-    image = image_of(tensors) if is_normalised(tensors) else None
-    if purpose.preprocess or image is None or not (largest := find_largest_pixel(graph, image.name)):
-        return purpose
-    return replace(purpose, preprocess=Preprocess(mean=(0.0,) * 3, std=(1 / largest,) * 3))
 
 
 def _check_sizes(model: ModelSpec, sizes: Sequence[Sequence[int]], requested: Sequence[int], stride: Any) -> None:
