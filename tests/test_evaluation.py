@@ -5,6 +5,7 @@ import io
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +223,9 @@ def test_ground_truth_is_stored_with_the_run(tmp_path: Path) -> None:
         kept = tmp_path / "run" / "truth" / "ffffffffffff.json"
         assert kept.read_text() == '{"images": []}' and len(list(kept.parent.iterdir())) == 1
         (data / "truth.json").write_text("changed later")
+    other = replace(trial, data=DataSpec("others", str(data), "e" * 64))
+    execute._copy_truth(Run(tmp_path / "run"), [PlannedTrial(other)])
+    assert kept.with_name("eeeeeeeeeeee.json").read_text() == "changed later"
 
 
 def test_files_without_normalisation_metadata_have_a_warning(preloaded: str, photos: Path, tmp_path: Path) -> None:

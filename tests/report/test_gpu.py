@@ -260,6 +260,17 @@ def test_memory_used_before_the_job_is_reported(tmp_path: Path) -> None:
     t = one(tmp_path, Card(before=20e9))
     assert "20.0 GB of the GPU's memory were in use before the job began" in remarks.list_notes(t)
     assert t.gpu is not None and t.gpu.memory == 2.5e9
+    for place, is_first in ((0, True), (1, False)):  # the later jobs of a set find the earlier ones' memory
+        turns = {"set": "s", "place": place, "together": 1}
+        notes = remarks.list_notes(one(tmp_path / f"{place}", Card(before=20e9), facts={"turns": turns}))
+        assert any("in use before" in note for note in notes) is is_first
+
+
+def test_telemetry_without_its_start_is_no_timeline(tmp_path: Path) -> None:
+    arrays = {"at": np.arange(3.0), "gpu_memory": np.full(3, 1e9), "epoch": np.float64(100)}
+    for names in (["at", "gpu_memory"], ["at", "epoch"]):
+        np.savez(tmp_path / "telemetry.npz", **{name: arrays[name] for name in names})
+        assert timeline.read_timeline(tmp_path) is None
 
 
 def test_nan_is_unknown_and_not_zero() -> None:

@@ -13,8 +13,10 @@ import onnx_text
 from dyno import Study, load
 from dyno.results.notes import ModelFacts
 from dyno.results.trial_result import Form, find_forms
+from dyno.runner import run_folder
 from dyno.runner.run_folder import choose_folder
 from dyno.worker import system
+from dyno.worker.spec import ModelSpec
 
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
@@ -157,6 +159,17 @@ def test_two_files_with_one_name_are_separate_models(call: Any, tmp_path: Path) 
     assert [model["name"] for model in models("r")] == ["b/m.onnx", "m"]
     (tmp_path / "a").rename(tmp_path / "c")
     assert "ok  " not in call("run", "c/m.onnx", "--channels", 1, *FAKE, "--out", "r")[2], "it is known by its content"
+
+
+def test_a_module_replaces_one_of_its_name_only_if_that_is_gone(tmp_path: Path) -> None:
+    old = ModelSpec("net", f"{tmp_path}/gone/net.py:build", source_sha256="a")
+    new = ModelSpec("net", "net.py:build", source_sha256="b")
+    assert run_folder._has_moved(old, new) and not run_folder._has_moved(old, replace(new, name="other"))
+    (tmp_path / "gone").mkdir()
+    (tmp_path / "gone/net.py").touch()
+    assert not run_folder._has_moved(old, new)
+    library = ModelSpec("net", "torchvision:net", source_sha256="a")
+    assert not run_folder._has_moved(library, new), "a library's network is no file that could be gone"
 
 
 def models(folder: str) -> list[dict[str, Any]]:

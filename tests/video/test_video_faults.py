@@ -296,7 +296,7 @@ def test_a_full_disk(clip: Path, tmp_path: Path) -> None:
 def interrupted(tmp_path: Path) -> subprocess.Popen[bytes]:
     """`dyno bench video` interrupted after its first frames, with open standard input."""
     (tmp_path / "marker.py").write_text(videos.MARKER_NET)
-    command = [sys.executable, "-m", "dyno", *"bench video - out.mp4 --frame-size 384x288".split(), *map(str, WORDS)]
+    command = [sys.executable, "-m", "dyno", *"bench video - out.mp4 --frame-size 384x288 -v".split(), *map(str, WORDS)]
     process = subprocess.Popen(command, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                stderr=subprocess.PIPE)  # fmt: skip
     assert process.stdin is not None
@@ -316,7 +316,8 @@ def test_an_interrupt_leaves_a_playable_file_and_a_rerun_measures_again(
     interrupted: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
     assert interrupted.wait(600) == 130  # with open standard input
-    out, _ = interrupted.communicate()
+    out, errors = interrupted.communicate()
+    assert b"1/1 ok " in errors, "the job ended well"
     found = places(tmp_path / "out.mp4")
     assert found and found == expected(len(found))
     assert facts(tmp_path).stopped and facts(tmp_path).frames == len(found)

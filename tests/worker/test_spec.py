@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from dyno.worker.spec import (
     Trial,
     digest,
     from_json,
+    make_absolute,
     shorten,
     to_json,
 )
@@ -193,3 +195,18 @@ def test_a_shortened_message_is_one_line_of_limited_length(text: str) -> None:
     for most in (120, 300):
         assert len(shorten(text, most)) <= most
     assert shorten("two\n lines") == "two lines"
+
+
+@pytest.mark.parametrize("is_taken", [False, True])
+def test_two_dots_after_a_link_lead_to_the_parent_of_its_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_taken: bool
+) -> None:
+    (tmp_path / "far/inside").mkdir(parents=True)
+    (tmp_path / "far/net.py").touch()
+    (tmp_path / "link").symlink_to("far/inside")
+    if is_taken:  # by another file of the name
+        (tmp_path / "net.py").touch()
+    monkeypatch.chdir(tmp_path)
+    assert make_absolute(Path("link/../net.py")) == (tmp_path / "far/net.py").resolve()
+    assert make_absolute(Path("link/../absent.py")) == tmp_path / "absent.py"
+    assert make_absolute(Path("link")) == tmp_path / "link"

@@ -264,6 +264,8 @@ def test_busy_processors_never_exceed_their_number(others: float, busy: float, m
     contention = system.CpuContention()
     monkeypatch.setattr(contention, "_measure_interval", lambda: (others, 0.0, 1.0))
     assert contention.count_busy() == busy
+    monkeypatch.setattr(contention, "_measure_interval", lambda: (0.0, 0.0, 0.0))
+    assert (contention.count_busy(), contention.count_withheld()) == (0.0, 0.0), "the clock has not moved"
     blocks = iter([(1.5, 0.25, 1.0), (0.5, 0.75, 1.0)])  # busy time of others, withheld time, and duration
     monkeypatch.setattr(contention, "_measure_interval", lambda: next(blocks))
     assert [*contention.count_during([0, 1])] == [0, 1] and (contention.count_busy(), contention.count_withheld()) == (

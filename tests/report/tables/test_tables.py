@@ -100,6 +100,8 @@ def test_flipped_images_are_listed_and_drawn(tmp_path: Path) -> None:
     assert [axes.get_title("left") for axes in pictures] == ["lost", "gained"]
     assert pictures[0].images[0].get_array().shape == (67, 40, 3), "every third pixel of 200 x 120"
     assert "1 lost, 1 gained" in figure.subfigs[0].get_suptitle()
+    write_json(data / "names.json", {"names": [f"{k}.jpg" for k in range(7)]})
+    assert [r["file"] for r in accuracy_tables.FLIPS.table(run).rows] == ["4.jpg", ""], "image 7 has no name"
     write_json(data / "meta.json", {"sha256": "e" * 64})
     assert charts.draw_flips(run) is None
     assert [r["file"] for r in accuracy_tables.FLIPS.table(run).rows] == ["", ""]

@@ -285,6 +285,14 @@ def test_undecided_budgets_tell_how_many_images_are_needed(truth: Truth) -> None
     assert [str(b) for b in accuracy.make_budgets({"mAP": 0.5, "top1": 1.0})] == ["mAP=0.5", "top1=1"]
 
 
+def test_the_interval_of_map_ends_at_one(truth: Truth, tmp_path: Path) -> None:
+    folder = detected.write_run(tmp_path / "run", "detect", {"pytorch": detected.found(truth, missed=0.04)}, truth)
+    (trial,) = load_run(folder).trials
+    result, value = mean_ap.read_detections(trial), mean_ap.MeanAveragePrecision50().compute(trial)
+    assert result is not None and value is not None
+    assert mean_ap.jackknife_ap(result.own.map50).high > value.interval.high == 1
+
+
 def test_map_needs_ground_truth(truth: Truth, tmp_path: Path) -> None:
     folder = detected.write_run(tmp_path / "run", "detect", {"pytorch": detected.found(truth)}, truth)
     (folder / "truth" / f"{detected.SHA[:12]}.json").unlink()

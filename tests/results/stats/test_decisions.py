@@ -67,6 +67,11 @@ def test_a_disturbed_round_of_separately_measured_trials_is_left_out() -> None:
     assert stats.decide_apart(own, [2.0, 2.02, 1.98]).rejected == 0, (
         "three rounds don't tell which is far from the others"
     )
+    for count, are_rounds in ((3, True), (4, False)):  # without rejection the test is Welch's
+        logs = np.log(own[:count]), np.log(reference[:count])
+        evidence = stats.collect_evidence(own[:count], reference[:count], are_rounds)
+        assert evidence is not None
+        assert evidence.p_value == pytest.approx(scipy_stats.ttest_ind(*logs, equal_var=False).pvalue)
 
 
 @pytest.mark.parametrize(("rounds", "disturbed"), [((4, 4), 0.0), ((5, 5), 0.1), ((7, 5), 0.1), ((10, 10), 0.1)])

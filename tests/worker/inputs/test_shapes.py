@@ -106,6 +106,10 @@ def test_an_input_without_the_batch_has_no_batch_axis() -> None:
     assert batch_axes(both, tensors(y=("batch", 5))) == {"x": 0, "position_ids": None, "table": None}
 
 
+def test_without_known_outputs_the_first_axis_is_the_batch() -> None:
+    assert batch_axes(tensors(x=(8, 3, 32, 32)), []) == {"x": 0}
+
+
 @pytest.mark.parametrize("mask", [f"{PAST} + sequence_length", "total_sequence_length", "attention_mask_length"])
 def test_past_and_new_lengths_sum_to_the_total(mask: str) -> None:
     inputs = decoder(mask)

@@ -256,3 +256,27 @@ def test_contention_copies_are_limited_by_processors(monkeypatch: pytest.MonkeyP
         return video._VideoJob._measure_contention(job, answered)
 
     assert [count(processors) for processors in (1, 4, 7, 64)] == [None, 2, 3, len(steps.STAGES)]
+
+
+def test_repeated_stages_join_the_first_and_leave_the_notes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second reading meets the same damaged packets, which count once."""
+    monkeypatch.setattr(video.alone, "measure_hand_over", lambda count: float(count))
+    source, stored, shown = SimpleNamespace(is_single_pass=False, damaged=2, left=3), list[Any](), list[str]()
+
+    def measure() -> tuple[dict[str, int], Any, None]:
+        source.damaged, source.left = 4, 6
+        return dict.fromkeys("abc", 1), SimpleNamespace(answered=["batch"]), None
+
+    def repeat(stopped: bool) -> None:
+        job: Any = SimpleNamespace(_facts=SimpleNamespace(stopped=stopped), _source=source, _measurements=["first"])
+        job._journal, job._engine = SimpleNamespace(stage=shown.append), SimpleNamespace(call=lambda work: work())
+        job._measure_alone, job._measure_contention = measure, lambda batches: f"cost of {batches[0]}"
+        job._store_found = lambda: stored.append(job._measurements)
+        video._VideoJob.repeat_alone(job)
+
+    repeat(stopped=True)
+    assert stored == []
+    repeat(stopped=False)
+    second = video.alone.StageMeasurement(dict.fromkeys("abc", 1), "cost of batch", 2.0)  # type: ignore[arg-type]
+    assert stored == [["first", second]] and shown == ["each stage alone"]
+    assert (source.damaged, source.left) == (2, 3)
