@@ -257,6 +257,7 @@ def test_files_without_normalisation_metadata_have_a_warning(preloaded: str, pho
     assert warned("float", "--task", "classify", names="{0: 'a', 1: 'b', 2: 'c'}")
 
 
+@pytest.mark.parametrize("file", ["net.onnx", "net.xml"])
 @pytest.mark.parametrize(
     ("nodes", "largest"),
     [
@@ -271,7 +272,7 @@ def test_files_without_normalisation_metadata_have_a_warning(preloaded: str, pho
     ],
 )
 def test_a_file_that_normalises_images_itself_gets_pixels_in_its_range(
-    call: Any, tmp_path: Path, nodes: str, largest: int | None
+    call: Any, tmp_path: Path, nodes: str, largest: int | None, file: str
 ) -> None:
     """The network tells dark from light images, by a threshold between them in normalised numbers."""
     from PIL import Image
@@ -289,8 +290,11 @@ def test_a_file_that_normalises_images_itself_gets_pixels_in_its_range(
     weights = {"mean": mean, "std": std, "c255": np.float32(255), "mean255": 255 * mean, "scale255": 1 / (255 * std),
                "ratio": mean / std, "limit": limit}  # fmt: skip
     onnx_text.write(tmp_path / "net.onnx", text, **weights)
-    words = ("--data", "photos", "--backend", "onnxruntime", "--seconds", "0.02", "--warmup", "0.02", "--threads", "1")
-    out = call("eval", "net.onnx", *words, code=0)[1]
+    if file == "net.xml":
+        ov = pytest.importorskip("openvino")
+        ov.save_model(ov.convert_model(tmp_path / "net.onnx"), tmp_path / file)
+    words = ("--data", "photos", "--seconds", "0.02", "--warmup", "0.02", "--threads", "1")
+    out = call("eval", file, *words, code=0)[1]
     assert ("as the file doesn't specify them" in out) == (largest is None)
     if largest:
         assert "top-1 100.00 %" in out

@@ -20,7 +20,7 @@ from dyno.worker.backends.open_vino import TYPE_NAMES, import_library, read_mode
 from dyno.worker.facts.engine import PRECISION_TYPES, QUANTISED_PRECISIONS
 from dyno.worker.facts.files import OTHER_SHAPE, OTHER_VALUES
 from dyno.worker.inputs import input_data
-from dyno.worker.inputs.specs import find_axes, image_of
+from dyno.worker.inputs.specs import MAX_IMAGE_CHANNELS, find_axes, find_largest_pixel, image_of
 from dyno.worker.makers.precision import INHERITED_FACTS
 from dyno.worker.nets import file_facts
 from dyno.worker.onnx_graph.check import make_session
@@ -34,6 +34,7 @@ NUMBER_LIST = re.compile(r"[\d.eE+-]+")
 TYPE_PRECISIONS = {type_: precision for precision, type_ in reversed(PRECISION_TYPES.items())} | {"float64": "fp32"}
 ONNX_METADATA_KEY = "framework"  # IR entry with an ONNX file's metadata
 COMPARE_ADVICE = "one of the two is wrong: compare its outputs with those of onnxruntime"  # if two readings differ
+AFFINE_OPERATORS = {"Add": "Add", "Subtract": "Sub", "Multiply": "Mul", "Divide": "Div"}  # by their names in ONNX
 FREE_ADVICE = " only while axes are free: trials fix the shapes and agree, so call reshape() before compiling the file"
 MAX_OUTPUT_ERROR = 0.2  # share of an output's norm, far above rounding
 MAX_CHECKED_BYTES = 1 << 30  # larger files aren't compared after conversion
@@ -65,8 +66,41 @@ class IRFormat(FileFormat):
         return FileContents(
             inputs, outputs, precision, task=file_facts.read_purpose(metadata),
             image=file_facts.read_image_facts(metadata),
-            parameters=parameters,
+            parameters=parameters, largest_pixel=find_largest_pixel(_list_first_steps(model, inputs)),
         )  # fmt: skip
+
+
+def _list_first_steps(model: Any, inputs: Sequence[Tensor]) -> list[tuple[str, np.ndarray]]:
+    """Return the steps of the first image's graph for `find_largest_pixel`, as `graph_facts.list_first_steps` does.
+
+    OpenVINO's converter writes them with its options mean_values and scale_values.
+    """
+    image, steps = image_of(inputs), list[tuple[str, np.ndarray]]()
+    output = model.inputs[inputs.index(image)] if image else None
+    while output is not None:
+        readers = [r for r in output.get_target_inputs() if r.get_node().get_type_name() != "ShapeOf"]
+        if len(readers) != 1:
+            break
+        node = readers[0].get_node()
+        kind = node.get_type_name()
+        if kind in AFFINE_OPERATORS:
+            value = _read_constant(node.input_value(1 - readers[0].get_index()).get_node())
+            if value is None or (readers[0].get_index() and kind in ("Subtract", "Divide")):
+                return []
+            steps.append((AFFINE_OPERATORS[kind], value))
+        elif kind not in ("Convert", "Transpose"):
+            break
+        output = node.output(0)
+    return steps
+
+
+def _read_constant(node: Any) -> np.ndarray | None:
+    """Return a small constant, flat in float64, also one stored in another type; None for anything else."""
+    node = node.input_value(0).get_node() if node.get_type_name() == "Convert" else node
+    if node.get_type_name() != "Constant" or not 0 < math.prod(node.get_output_shape(0)) <= MAX_IMAGE_CHANNELS:
+        return None
+    value: np.ndarray = node.get_data().astype(np.float64).reshape(-1)
+    return value
 
 
 def _read_entry(model: Any, key: str) -> dict[str, str]:

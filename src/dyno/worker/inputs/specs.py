@@ -89,6 +89,29 @@ def find_axes(shape: Sequence[int | str]) -> tuple[int, int, int]:
     return (3, 1, 2) if channels_last(shape) else (1, 2, 3)
 
 
+# Normalised images: largest number, its range for pixels from 0 to the largest, a mean over its deviation, channels
+MAX_NORMALISED, MIN_SPAN, MAX_SPAN, MIN_MEAN_OVER_STD, MIN_STD_SPAN, MAX_IMAGE_CHANNELS = 4.0, 0.9, 8.0, 0.4, 1.5, 4
+
+
+def find_largest_pixel(steps: Iterable[tuple[str, np.ndarray]]) -> float:
+    """Return the largest pixel, 1 or 255, of images that a graph normalises by its first steps; 0 if that is unclear.
+
+    Steps are ONNX operators with constants, in float64. For only one of the two ranges they give normalised numbers.
+    """
+    scale, offset = np.ones(1), np.zeros(1)
+    for operator, value in steps:
+        if len({scale.size, offset.size, value.size} - {1}) > 1:
+            return 0.0
+        with np.errstate(divide="ignore", invalid="ignore"):
+            factor = {"Mul": value, "Div": 1 / value}.get(operator, np.ones(1))
+        scale, offset = scale * factor, offset * factor + {"Add": value, "Sub": -value}.get(operator, np.zeros(1))
+    is_centred = bool((np.abs(offset) <= MAX_NORMALISED).all())
+    if is_centred and ((255 * scale >= MIN_SPAN) & (255 * scale <= MAX_SPAN)).all():
+        return 255.0
+    has_mean = bool((offset <= -MIN_MEAN_OVER_STD).all() and ((scale >= MIN_STD_SPAN) & (scale <= MAX_SPAN)).all())
+    return 1.0 if is_centred and has_mean else 0.0
+
+
 def channels_first(shape: Sequence[int]) -> tuple[int, int, int, int]:
     """Return the same sizes as N x C x H x W."""
     c, h, w = find_axes(shape)

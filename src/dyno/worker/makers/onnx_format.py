@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dyno.worker.backend import FileContents, FileFormat
-from dyno.worker.inputs.specs import image_of
+from dyno.worker.inputs.specs import find_largest_pixel, image_of
 from dyno.worker.makers.precision import OPTION_CHECKS, convert_recipe
 from dyno.worker.nets import file_facts, flops
 from dyno.worker.onnx_graph import file, graph_facts
@@ -42,7 +42,7 @@ class OnnxFormat(FileFormat):
             file.check(path)
         model = file.read_model(path)
         metadata = {entry.key: entry.value for entry in model.metadata_props}
-        facts = graph_facts.read_graph_facts(model)
+        facts, image = graph_facts.read_graph_facts(model), image_of(inputs)
         return FileContents(
             inputs,
             outputs,
@@ -52,7 +52,7 @@ class OnnxFormat(FileFormat):
             image=file_facts.read_image_facts(metadata),
             flops=partial(flops.of_onnx, path),
             lengths=_find_lengths(model, inputs),
-            largest_pixel=graph_facts.find_largest_pixel(model, image.name) if (image := image_of(inputs)) else 0.0,
+            largest_pixel=find_largest_pixel(graph_facts.list_first_steps(model, image.name)) if image else 0.0,
         )
 
 

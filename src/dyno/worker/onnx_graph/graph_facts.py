@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.facts.engine import COMPUTE_LAYER, QUANTISED_PRECISIONS
+from dyno.worker.inputs.specs import MAX_IMAGE_CHANNELS
 from dyno.worker.record import refuse_pointer
 from dyno.worker.spec import UserError
 
@@ -48,8 +49,6 @@ PASSED_ON = {"Identity", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatte
 RECODING_OPERATORS = {"Cast", "Identity", "QuantizeLinear", "DequantizeLinear"}  # change the form of values
 SCALING_OPERATORS = {"Mul", "Div", "Sub", "Add"}  # operators after a Cast that dequantise packed weights
 BIASED_OPERATORS = {"DequantizeLinear", "QLinearConv", "QGemm"}  # operators with biases of 32 bits
-# Normalised images: largest number, its range for pixels from 0 to the largest, a mean over its deviation, channels
-MAX_NORMALISED, MIN_SPAN, MAX_SPAN, MIN_MEAN_OVER_STD, MIN_STD_SPAN, MAX_IMAGE_CHANNELS = 4.0, 0.9, 8.0, 0.4, 1.5, 4
 # operators that broadcast a single constant number
 SCALAR_OPERATORS = {"Add", "Sub", "Mul", "Div", "Pow", "Where", "Max", "Min"}
 
@@ -255,35 +254,24 @@ def find_channels(model: Any, name: str) -> int:
     return 0
 
 
-def find_largest_pixel(model: Any, name: str) -> float:
-    """Return the largest pixel of images that the graph itself normalises, 1 or 255; 0 without a clear normalisation.
+def list_first_steps(model: Any, name: str) -> list[tuple[str, np.ndarray]]:
+    """Return the operators by which a graph first adds or multiplies constants to an input, for `find_largest_pixel`.
 
-    Followed are the first additions, multiplications and divisions by constants, one per channel or for all. Pixels up
-    to 1 or 255 must come out as normalised numbers: for only one of the two they do.
+    A constant is flat, in float64: one number per channel or one for all. [] if a step can't be read.
     """
-    constants = _read_small_constants(model.graph)
-    scale, offset = np.ones(1), np.zeros(1)
+    constants, steps = _read_small_constants(model.graph), []
     while len(readers := [n for n in model.graph.node if name in n.input and n.op_type != "Shape"]) == 1:
         (node,) = readers
-        others = [constants.get(each) for each in node.input if each != name]
         if node.op_type in SCALING_OPERATORS:
-            value = others[0] if len(others) == 1 else None
+            others = [constants.get(each) for each in node.input if each != name]
             is_reversed = node.op_type in ("Sub", "Div") and node.input[0] != name
-            if value is None or is_reversed or len({scale.size, offset.size, value.size} - {1}) > 1:
-                return 0.0
-            with np.errstate(divide="ignore", invalid="ignore"):
-                factor = {"Mul": value, "Div": 1 / value}.get(node.op_type, np.ones(1))
-            shift = {"Add": value, "Sub": -value}.get(node.op_type, np.zeros(1))
-            scale, offset = scale * factor, offset * factor + shift
+            if len(others) != 1 or others[0] is None or is_reversed:
+                return []
+            steps.append((node.op_type, others[0]))
         elif node.op_type not in ("Cast", "Identity", "Transpose"):
             break
         name = node.output[0]
-    is_centred = bool((np.abs(offset) <= MAX_NORMALISED).all())
-    spans = {pixel: scale * pixel for pixel in (255.0, 1.0)}
-    if is_centred and ((spans[255.0] >= MIN_SPAN) & (spans[255.0] <= MAX_SPAN)).all():
-        return 255.0
-    has_mean = bool((offset <= -MIN_MEAN_OVER_STD).all()) and bool((spans[1.0] >= MIN_STD_SPAN).all())
-    return 1.0 if is_centred and has_mean and (spans[1.0] <= MAX_SPAN).all() else 0.0
+    return steps
 
 
 def _read_small_constants(graph: Any) -> dict[str, np.ndarray]:
