@@ -30,8 +30,6 @@ from dyno.worker.spec import Artifact, Recipe, Tensor, UserError, shorten
 Functions = Mapping[tuple[str, str, str], Any]
 
 MAX_INLINE_B = 2**31 - 2**26  # bytes of weights in a protobuf file
-
-
 STEP_INPUTS = {"Loop": 0, "LSTM": 4, "GRU": 4, "RNN": 4}  # by operator: the input that sets how many steps run
 UNCHANGED = {"Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze"}  # operators that keep such a number
 
@@ -82,11 +80,9 @@ def warn_steps(model: Any, described: Set[str]) -> list[str]:
         elif len(node.input) > STEP_INPUTS.get(node.op_type, len(node.input)):
             names.add(node.input[STEP_INPUTS[node.op_type]])
     step_inputs = [value.name for value in model.graph.input if value.name in names and value.name not in described]
-    return (
-        [f"{DRAWN_STEPS} ({', '.join(step_inputs)}): give it with --input {step_inputs[0]}=VALUE"]
-        if step_inputs
-        else []
-    )
+    if not step_inputs:
+        return []
+    return [f"{DRAWN_STEPS} ({', '.join(step_inputs)}): give it with --input {step_inputs[0]}=VALUE"]
 
 
 def order(model: Any) -> str:
